@@ -1,0 +1,2 @@
+//! The sqlstreams command.
+fn main() {}
