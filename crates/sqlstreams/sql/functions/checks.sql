@@ -1,0 +1,49 @@
+-- Refusals shared by the functions. The SQLSTATEs of class SQ are part of the protocol: clients match on them.
+
+-- Under REPEATABLE READ and SERIALIZABLE every statement of a transaction reads one old snapshot, so a claim would
+-- take "not visible" for "will never come" and lose messages. A function cannot override the isolation: refuse.
+CREATE OR REPLACE FUNCTION require_read_committed() RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RAISE EXCEPTION 'this transaction is %, and consuming needs READ COMMITTED', upper(current_setting('transaction_isolation'))
+            USING ERRCODE = 'SQ003',
+                  HINT = 'Start it with BEGIN ISOLATION LEVEL READ COMMITTED.';
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION require_stream(p_stream bigint) RETURNS stream
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    s stream;
+BEGIN
+    SELECT * INTO s FROM stream WHERE id = p_stream;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'there is no stream with id %', p_stream
+            USING ERRCODE = 'SQ001', HINT = 'It may have been dropped. Table stream lists those that exist.';
+    END IF;
+    RETURN s;
+END $$;
+
+CREATE OR REPLACE FUNCTION require_group(p_stream bigint, p_group bigint) RETURNS consumer_group
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    g consumer_group;
+BEGIN
+    SELECT * INTO g FROM consumer_group WHERE id = p_group AND stream_id = p_stream;
+    IF NOT FOUND THEN
+        PERFORM require_stream(p_stream);
+        RAISE EXCEPTION 'stream % has no consumer group with id %', p_stream, p_group
+            USING ERRCODE = 'SQ002', HINT = 'It may have been dropped. Table consumer_group lists those that exist.';
+    END IF;
+    RETURN g;
+END $$;
+
+CREATE OR REPLACE FUNCTION require_name(p_what text, p_name text) RETURNS void
+LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    IF p_name IS NULL OR octet_length(p_name) NOT BETWEEN 1 AND 200 THEN
+        RAISE EXCEPTION 'a % name takes 1 to 200 bytes, this one has %', p_what, coalesce(octet_length(p_name), 0)
+            USING ERRCODE = 'SQ004', HINT = 'Choose a shorter name, or one that is not empty.';
+    END IF;
+END $$;

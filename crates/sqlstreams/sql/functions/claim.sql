@@ -1,0 +1,203 @@
+-- Claiming: the next piece of work of a group, under the cursor's lock.
+
+-- Moves c.claimed over the next ids that are final and returns what lay between, at most p_limit ids; NULL when there is
+-- nothing to claim yet.
+CREATE OR REPLACE FUNCTION next_range(p_stream bigint, p_limit bigint, INOUT c group_cursor, OUT range int8range)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    log      text := 'message_log_' || p_stream;
+    settled  bigint := settled_id(p_stream);
+    reached  bigint := c.claimed;
+    width    bigint := p_limit;
+    hit      bigint;
+    looked   boolean := false;
+BEGIN
+    LOOP
+        -- At or below the settled id nothing comes any more: no contiguity to check, and holes are passed over,
+        -- in windows that grow so that they cost index probes rather than calls.
+        WHILE reached < settled AND reached - c.claimed < 1000000 LOOP
+            EXECUTE format('SELECT id FROM %I WHERE id > $1 AND id <= $2 ORDER BY id LIMIT 1', log)
+                INTO hit USING reached, least(reached + width, settled);
+            IF hit IS NOT NULL THEN
+                c.claimed := least(hit - 1 + p_limit, settled);
+                range := int8range(hit, c.claimed, '[]');
+                RETURN;
+            END IF;
+            reached := least(reached + width, settled);
+            width := width * 4;
+        END LOOP;
+        c.claimed := reached;
+        EXIT WHEN reached < settled;    -- a million ids of nothing: let others have the lock
+
+        -- Above it, as far as the ids follow each other without a gap: everything is visible, nothing to wait for.
+        EXECUTE format('SELECT max(id) FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM %I WHERE id > $1 AND id <= $1 + $2) AS x WHERE id = $1 + n', log)
+            INTO hit USING c.claimed, p_limit;
+        IF hit IS NOT NULL THEN
+            range := int8range(c.claimed + 1, hit, '[]');
+            c.claimed := hit;
+            RETURN;
+        END IF;
+
+        EXIT WHEN looked OR log_head(p_stream) <= c.claimed;
+        -- Drawn but not visible: will it come? What the look frees is read by later statements, round the loop.
+        looked := true;
+        settled := look_at_gap(p_stream, c.claimed);
+        EXIT WHEN settled <= c.claimed;
+    END LOOP;
+END $$;
+
+-- Takes over a lease that ran out or was released, or its first p_limit ids, under a new token. Poison ranges that it
+-- meets become suspects on the way. NULL when there is none.
+CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    leases   text := 'consumer_lease_' || p_stream;
+    started  timestamptz := clock_timestamp();
+    l        record;
+    part     int8range;
+    room     bigint := p_limit;
+    rest     int8multirange;
+BEGIN
+    LOOP
+        EXECUTE format('SELECT seq, pending, expires_at, reclaims FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
+            INTO l USING g.id, c.first_open, started;
+        IF l.seq IS NULL THEN
+            RETURN;
+        END IF;
+        EXIT WHEN l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims;
+        PERFORM make_suspects(p_stream, g, l.pending);
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
+    END LOOP;
+
+    pending := '{}';
+    FOR part IN SELECT r FROM unnest(l.pending) AS r ORDER BY r LOOP
+        EXIT WHEN room <= 0;
+        part := int8range(lower(part), least(upper(part), lower(part) + room));
+        pending := pending + int8multirange(part);
+        room := room - (upper(part) - lower(part));
+    END LOOP;
+    rest := l.pending - pending;
+
+    -- Both halves get new tokens, or the old owner could still settle what it lost.
+    IF isempty(rest) THEN
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
+    ELSE
+        EXECUTE format('UPDATE %I SET token = gen_random_uuid(), pending = $3 WHERE group_id = $1 AND seq = $2', leases)
+            USING g.id, l.seq, rest;
+    END IF;
+    -- A lease that was handed back is not a lost one.
+    EXECUTE format('INSERT INTO %I (group_id, seq, token, pending, expires_at, reclaims) VALUES ($1, $2, $3, $4, $5, $6)', leases)
+        USING g.id, c.next_seq, p_token, pending, started + g.lease_duration,
+              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END;
+    c.next_seq := c.next_seq + 1;
+END $$;
+
+-- The messages of a poison range as exception rows that run alone, so that the one that kills its process does so alone.
+CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pending int8multirange) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format(
+        'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, last_error)
+         SELECT $1, id, ''ready'', 1, clock_timestamp(), key, ''its lease was lost repeatedly''
+         FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id',
+        'exception_queue_' || p_stream, 'message_log_' || p_stream)
+        USING g.id, p_pending;
+END $$;
+
+-- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log.
+CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    r record;
+BEGIN
+    SELECT * INTO r FROM take_over(p_stream, g, p_token, p_limit, c);
+    c := r.c;
+    pending := r.pending;
+    IF pending IS NOT NULL THEN
+        RETURN;
+    END IF;
+    SELECT * INTO r FROM next_range(p_stream, p_limit, c);
+    c := r.c;
+    IF r.range IS NOT NULL THEN
+        pending := int8multirange(r.range);
+        EXECUTE format('INSERT INTO %I (group_id, seq, token, pending, expires_at) VALUES ($1, $2, $3, $4, $5)', 'consumer_lease_' || p_stream)
+            USING g.id, c.next_seq, p_token, pending, clock_timestamp() + g.lease_duration;
+        c.next_seq := c.next_seq + 1;
+    END IF;
+END $$;
+
+-- Settles what a consumer has finished, records what failed, and claims the next ids, in one call.
+--
+-- p_seqs, p_tokens, p_done: leases, and the ids of each that are finished.
+-- p_failed_tokens, …: failed first deliveries: 'retry', 'dead' or 'delay', the error, and a delay in seconds (NULL: the
+-- group's backoff) before the next attempt.
+-- p_limit: ids to claim, 0 for none. p_token: the token of the new lease; chosen by the caller, it lets the caller send
+-- fetch(p_token) in the same write. It must be random.
+--
+-- Returns one row: the leases named that were not the caller's any more (nothing about those was recorded), and the new
+-- lease, NULLs when there was nothing to claim.
+CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
+    p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
+    p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
+    p_limit bigint, p_token uuid DEFAULT gen_random_uuid())
+RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    g      consumer_group;
+    before group_cursor;
+    c      group_cursor;
+    r      record;
+BEGIN
+    PERFORM require_read_committed();
+    g := require_group(p_stream, p_group);
+    before := lock_cursor(p_stream, p_group);
+    c := before;
+
+    lost := settle_all(p_stream, g, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
+    IF p_limit > 0 THEN
+        SELECT * INTO r FROM claim_range(p_stream, g, p_token, least(p_limit, 1000000), c);
+        c := r.c;
+        pending := r.pending;
+        IF pending IS NOT NULL THEN
+            seq := c.next_seq - 1;
+            token := p_token;
+        END IF;
+    END IF;
+    IF cardinality(p_seqs) > 0 OR pending IS NOT NULL THEN
+        c.first_open := first_open_lease(p_stream, p_group, c);
+    END IF;
+    IF c IS DISTINCT FROM before THEN
+        PERFORM save_cursor(p_stream, p_group, c);
+    END IF;
+    lease_duration := g.lease_duration;
+    RETURN NEXT;
+END $$;
+
+-- The leases of one report, lowest seq first: every caller locks in that order. Returns the tokens that were lost.
+CREATE OR REPLACE FUNCTION settle_all(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
+    p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[])
+RETURNS uuid[]
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    lost uuid[] := '{}';
+    l    record;
+    f    record;
+    seq  bigint;
+BEGIN
+    PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
+    FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
+        IF l.token = ANY (p_failed_tokens) THEN
+            SELECT array_agg(u.id) AS ids, array_agg(u.outcome) AS outcomes, array_agg(u.error) AS errors, array_agg(u.delay) AS delays INTO f
+                FROM unnest(p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays) AS u(token, id, outcome, error, delay)
+                WHERE u.token = l.token;
+            seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'), f.ids, f.outcomes, f.errors, f.delays);
+        ELSE
+            seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+        END IF;
+        IF seq IS NULL THEN
+            lost := lost || l.token;
+        END IF;
+    END LOOP;
+    RETURN lost;
+END $$;

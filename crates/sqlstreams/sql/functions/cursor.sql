@@ -1,0 +1,61 @@
+-- The cursor of a group: one row, rotated.
+--
+-- Under anybody's long-running snapshot dead row versions cannot be removed, and a row that is updated for ever
+-- collects them. So about every 200 updates a new generation replaces the row in the same transaction; readers take
+-- the newest, and never visit the dead generations, which lie behind it in the index.
+
+-- Locks and returns the cursor. The lock is the group's mutex: every claim goes through it.
+CREATE OR REPLACE FUNCTION lock_cursor(p_stream bigint, p_group bigint) RETURNS group_cursor
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    c group_cursor;
+BEGIN
+    LOOP
+        EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE',
+                       'consumer_group_cursor_' || p_stream)
+            INTO c USING p_group;
+        EXIT WHEN c.generation IS NOT NULL;
+        -- Nothing: the row was rotated while we waited for it (look again), or the group is gone.
+        PERFORM require_group(p_stream, p_group);
+    END LOOP;
+    RETURN c;
+END $$;
+
+CREATE OR REPLACE FUNCTION save_cursor(p_stream bigint, p_group bigint, c group_cursor) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    IF c.updates < 200 THEN
+        EXECUTE format('UPDATE %I SET updates = $3 + 1, claimed = $4, first_open = $5, next_seq = $6 WHERE group_id = $1 AND generation = $2',
+                       'consumer_group_cursor_' || p_stream)
+            USING p_group, c.generation, c.updates, c.claimed, c.first_open, c.next_seq;
+    ELSE
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND generation = $2', 'consumer_group_cursor_' || p_stream)
+            USING p_group, c.generation;
+        EXECUTE format('INSERT INTO %I (group_id, generation, claimed, first_open, next_seq) VALUES ($1, $2 + 1, $3, $4, $5)',
+                       'consumer_group_cursor_' || p_stream)
+            USING p_group, c.generation, c.claimed, c.first_open, c.next_seq;
+    END IF;
+END $$;
+
+-- The cursor as it stands, without waiting for anybody.
+CREATE OR REPLACE FUNCTION peek_cursor(p_stream bigint, p_group bigint) RETURNS group_cursor
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    c group_cursor;
+BEGIN
+    EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1',
+                   'consumer_group_cursor_' || p_stream)
+        INTO c USING p_group;
+    RETURN c;
+END $$;
+
+-- The lowest seq that is still open, found from where the last one was.
+CREATE OR REPLACE FUNCTION first_open_lease(p_stream bigint, p_group bigint, c group_cursor) RETURNS bigint
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    lowest bigint;
+BEGIN
+    EXECUTE format('SELECT seq FROM %I WHERE group_id = $1 AND seq >= $2 ORDER BY seq LIMIT 1', 'consumer_lease_' || p_stream)
+        INTO lowest USING p_group, c.first_open;
+    RETURN coalesce(lowest, c.next_seq);
+END $$;

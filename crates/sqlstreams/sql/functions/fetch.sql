@@ -1,0 +1,32 @@
+-- Reading the messages of a lease. No lock is held while they travel: a consumer that stops reading stops nobody else.
+
+-- The messages of lease p_token after id p_after, at most p_limit of them and about p_bytes of payload (but at least
+-- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
+-- stream's payloads: fetch(…, NULL::json).
+--
+-- Never read message_log_<n> in the statement that claims, or under an older snapshot: rows that the claim freed would
+-- be missing. (The name is quoted since FETCH is a reserved word; qualified, sqlstreams.fetch(…), it needs no quotes.)
+CREATE OR REPLACE FUNCTION "fetch"(p_stream bigint, p_group bigint, p_token uuid, p_after bigint, p_limit bigint, p_bytes bigint, p_type anyelement)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET work_mem = '32MB' AS $$
+#variable_conflict use_column
+DECLARE
+    pending int8multirange;
+BEGIN
+    PERFORM require_read_committed();
+    -- The newest leases first: the one just claimed is found at once.
+    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    IF pending IS NULL OR isempty(pending) THEN
+        RETURN;
+    END IF;
+    RETURN QUERY EXECUTE format(
+        'SELECT id, key, routing_key, headers, produced_at, more, payload
+         FROM (SELECT id, key, routing_key, headers, produced_at, payload,
+                      lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
+                      sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
+               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT $5 + 1) AS m) AS m
+         WHERE coalesce(bytes_before, 0) < $6
+         ORDER BY id LIMIT $5', 'message_log_' || p_stream)
+        USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
+END $$;

@@ -1,0 +1,99 @@
+-- Consumer groups of a stream.
+
+-- The last id drawn so far, 0 when none was. Not a transactional read: ids at or below it may still be uncommitted.
+CREATE OR REPLACE FUNCTION log_head(p_stream bigint) RETURNS bigint
+LANGUAGE plpgsql AS $$
+DECLARE
+    head bigint;
+BEGIN
+    EXECUTE format('SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM %I', 'message_log_' || p_stream || '_id_seq') INTO head;
+    RETURN head;
+END $$;
+
+-- The position just before the first message produced at or after p_at: a binary search over the ids.
+-- Ids and times are drawn together but by many sessions, so neighbours may be swapped: the last thousand ids before
+-- the hit are looked through as well.
+CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+DECLARE
+    lo   bigint := 0;                              -- everything at or below is older
+    hi   bigint := log_head(p_stream) + 1;         -- from here on nothing is older
+    size bigint := (require_stream(p_stream)).partition_size;
+    mid  bigint;
+    seen record;
+BEGIN
+    WHILE hi - lo > 1 LOOP
+        mid := lo + (hi - lo) / 2;
+        -- Bounded by a partition each: an unbounded look-up would open them all.
+        EXECUTE format('SELECT id, produced_at FROM %I WHERE id >= $1 AND id < $2 AND id < $1 + $3 ORDER BY id LIMIT 1', 'message_log_' || p_stream)
+            INTO seen USING mid, hi, size;
+        IF seen.id IS NULL THEN
+            IF mid + size >= hi THEN hi := mid; ELSE lo := mid + size - 1; END IF;
+        ELSIF seen.produced_at >= p_at THEN
+            hi := mid;
+        ELSE
+            lo := seen.id;
+        END IF;
+    END LOOP;
+    EXECUTE format('SELECT least(min(id) - 1, $1) FROM %I WHERE id > $1 - 1000 AND id <= $1 AND produced_at >= $2', 'message_log_' || p_stream)
+        INTO mid USING lo, p_at;
+    RETURN mid;
+END $$;
+
+-- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults.
+CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
+    p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
+    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL)
+RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    s    stream := require_stream(p_stream);
+    head bigint;
+    g    bigint;
+BEGIN
+    PERFORM require_name('group', p_name);
+    head := log_head(p_stream);
+    IF p_after IS NULL OR p_after < 0 OR p_after > head THEN
+        RAISE EXCEPTION 'group % cannot start after id %: the log of stream % ends at %', quote_ident(p_name), coalesce(p_after::text, 'NULL'), quote_ident(s.name), head
+            USING ERRCODE = 'SQ004', HINT = 'Start at the beginning, at the latest message or at an id that has been drawn.';
+    END IF;
+    INSERT INTO consumer_group (stream_id, name) VALUES (p_stream, p_name)
+        ON CONFLICT (stream_id, name) DO NOTHING RETURNING id INTO g;
+    IF g IS NULL THEN
+        RAISE EXCEPTION 'stream % has a group % already', quote_ident(s.name), quote_ident(p_name)
+            USING ERRCODE = 'SQ006', HINT = 'Use it, or choose another name.';
+    END IF;
+    PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap);
+    EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
+    RETURN g;
+END $$;
+
+-- Changes settings of a group; NULL leaves one as it is. Takes effect with the next call of every consumer.
+CREATE OR REPLACE FUNCTION alter_group(p_stream bigint, p_group bigint, p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
+    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL)
+RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM require_group(p_stream, p_group);
+    UPDATE consumer_group SET
+        lease_duration = coalesce(p_lease_duration, lease_duration),
+        max_attempts   = coalesce(p_max_attempts, max_attempts),
+        backoff_base   = coalesce(p_backoff_base, backoff_base),
+        backoff_factor = coalesce(p_backoff_factor, backoff_factor),
+        backoff_cap    = coalesce(p_backoff_cap, backoff_cap)
+    WHERE id = p_group;
+END $$;
+
+CREATE OR REPLACE FUNCTION drop_group(p_stream bigint, p_group bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    g consumer_group := require_group(p_stream, p_group);
+BEGIN
+    -- The cursor first: whoever holds or waits for it must be done before the rest goes.
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_group_cursor_' || p_stream) USING p_group;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_lease_' || p_stream) USING p_group;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'exception_queue_' || p_stream) USING p_group;
+    DELETE FROM consumer_group WHERE id = p_group;
+    INSERT INTO audit (action, stream_name, group_name)
+        SELECT 'drop_group', s.name, g.name FROM stream s WHERE s.id = p_stream;
+END $$;

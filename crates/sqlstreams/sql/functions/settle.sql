@@ -1,0 +1,122 @@
+-- The steps of advance one by one, for clients that do not need them in one call.
+
+-- Claims up to p_limit messages and returns them, all under the same lease.
+CREATE OR REPLACE FUNCTION claim(p_stream bigint, p_group bigint, p_limit bigint, p_type anyelement)
+RETURNS TABLE (seq bigint, token uuid, id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    a record;
+BEGIN
+    SELECT * INTO a FROM advance(p_stream, p_group, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', p_limit) AS a;
+    RETURN QUERY
+        SELECT a.seq, a.token, f.id, f.key, f.routing_key, f.headers, f.produced_at, f.payload
+        FROM "fetch"(p_stream, p_group, a.token, 0, p_limit, 9223372036854775807, p_type) AS f;
+END $$;
+
+-- Takes finished ids out of a lease. False: the lease was lost, nothing is recorded.
+CREATE OR REPLACE FUNCTION settle(p_stream bigint, p_group bigint, p_seq bigint, p_token uuid, p_done int8multirange) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+BEGIN
+    PERFORM require_read_committed();
+    RETURN settle_lease(p_stream, require_group(p_stream, p_group), p_seq, p_token, p_done) IS NOT NULL;
+END $$;
+
+-- Makes exception rows of messages of a lease that failed. False: the lease was lost, nothing is recorded.
+CREATE OR REPLACE FUNCTION fail(p_stream bigint, p_group bigint, p_seq bigint, p_token uuid,
+    p_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[] DEFAULT '{}') RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+BEGIN
+    PERFORM require_read_committed();
+    PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
+    RETURN settle_lease(p_stream, require_group(p_stream, p_group), p_seq, p_token, '{}', p_ids, p_outcomes, p_errors, p_delays) IS NOT NULL;
+END $$;
+
+-- The heartbeat: takes finished ids out of leases and leases the rest for another lease_duration. Returns each lease with
+-- the seq it has now, NULL for those that were lost.
+CREATE OR REPLACE FUNCTION extend(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[])
+RETURNS TABLE (token uuid, seq bigint)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    g      consumer_group;
+    before group_cursor;
+    c      group_cursor;
+    l      record;
+    moving boolean;
+BEGIN
+    PERFORM require_read_committed();
+    g := require_group(p_stream, p_group);
+    -- Readers of leases start at the lowest open one and walk every dead row above it. A lease that lives long is
+    -- therefore moved up from time to time; that takes the cursor's lock, before any lease's.
+    c := peek_cursor(p_stream, p_group);
+    moving := EXISTS (SELECT FROM unnest(p_seqs) AS s WHERE s < c.next_seq - 1000);
+    IF moving THEN
+        c := lock_cursor(p_stream, p_group);
+    END IF;
+    before := c;
+    FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
+        token := l.token;
+        seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+        IF moving AND seq < c.next_seq - 1000 THEN
+            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING token, pending, expires_at, reclaims)
+                            INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims) SELECT $1, $3, token, pending, expires_at, reclaims FROM moved',
+                           'consumer_lease_' || p_stream)
+                USING p_group, seq, c.next_seq;
+            seq := c.next_seq;
+            c.next_seq := c.next_seq + 1;
+        END IF;
+        RETURN NEXT;
+    END LOOP;
+    IF c IS DISTINCT FROM before THEN
+        c.first_open := first_open_lease(p_stream, p_group, c);
+        PERFORM save_cursor(p_stream, p_group, c);
+    END IF;
+END $$;
+
+-- Hands leases back: finished ids leave them, the rest can be claimed by anyone at once and does not count as lost.
+-- Returns the tokens that were lost before.
+CREATE OR REPLACE FUNCTION release(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[]) RETURNS uuid[]
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+DECLARE
+    g    consumer_group;
+    lost uuid[] := '{}';
+    l    record;
+    seq  bigint;
+BEGIN
+    PERFORM require_read_committed();
+    g := require_group(p_stream, p_group);
+    FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
+        seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+        IF seq IS NULL THEN
+            lost := lost || l.token;
+        ELSE
+            EXECUTE format('UPDATE %I SET expires_at = ''-infinity'', token = gen_random_uuid() WHERE group_id = $1 AND seq = $2 AND token = $3', 'consumer_lease_' || p_stream)
+                USING p_group, seq, l.token;
+        END IF;
+    END LOOP;
+    RETURN lost;
+END $$;
+
+-- What a consumer that found nothing may look at again and again: three index probes, no lock, no write.
+-- fresh: ids were drawn beyond the cursor. lapsed: a lease ran out. due, suspect: exceptions can run.
+-- p_due_from bounds the look at the exceptions from below; see claim_exceptions.
+CREATE OR REPLACE FUNCTION poll(p_stream bigint, p_group bigint, p_due_from timestamptz DEFAULT '-infinity')
+RETURNS TABLE (fresh boolean, lapsed boolean, due boolean, suspect boolean)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+DECLARE
+    c   group_cursor := peek_cursor(p_stream, p_group);
+    now timestamptz := clock_timestamp();
+BEGIN
+    IF c.generation IS NULL THEN
+        PERFORM require_group(p_stream, p_group);
+    END IF;
+    fresh := log_head(p_stream) > c.claimed;
+    EXECUTE format('SELECT EXISTS (SELECT FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3)', 'consumer_lease_' || p_stream)
+        INTO lapsed USING p_group, c.first_open, now;
+    EXECUTE format('SELECT EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND (losses > 0) = false AND due_at <= $2 AND due_at >= $3)
+                        OR EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2),
+                           EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND (losses > 0) = true AND due_at <= $2)', 'exception_queue_' || p_stream)
+        INTO due, suspect USING p_group, now, p_due_from;
+    RETURN NEXT;
+END $$;

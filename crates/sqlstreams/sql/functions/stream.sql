@@ -1,0 +1,106 @@
+-- Streams: the table family of one stream.
+
+CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    n bigint;
+BEGIN
+    PERFORM require_name('stream', p_name);
+    IF p_payload_type IS NULL OR p_payload_type NOT IN ('json', 'jsonb', 'text', 'bytea') THEN
+        RAISE EXCEPTION 'unknown payload type %', coalesce(quote_literal(p_payload_type), 'NULL')
+            USING ERRCODE = 'SQ004', HINT = 'Choose json, jsonb, text or bytea.';
+    END IF;
+    IF p_partition_size IS NULL OR p_partition_size NOT BETWEEN 1000 AND 1000000000 THEN
+        RAISE EXCEPTION 'a partition holds 1,000 to 1,000,000,000 ids, not %', coalesce(p_partition_size::text, 'NULL')
+            USING ERRCODE = 'SQ004', HINT = 'The default, 1,000,000, suits most streams.';
+    END IF;
+    INSERT INTO stream (name, payload_type, partition_size) VALUES (p_name, p_payload_type, p_partition_size)
+        ON CONFLICT (name) DO NOTHING RETURNING id INTO n;
+    IF n IS NULL THEN
+        RAISE EXCEPTION 'stream % exists already', quote_ident(p_name)
+            USING ERRCODE = 'SQ005', HINT = 'Use it, or choose another name.';
+    END IF;
+    INSERT INTO stream_fence (stream_id, generation) VALUES (n, 0);
+
+    -- The log. CACHE 1: with a larger cache a session would hold ids that it draws only later, and the fence could
+    -- not tell them from ids that never come.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             id          bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME %I CACHE 1) PRIMARY KEY,
+             key         text COLLATE "C" CHECK (octet_length(key) <= 1024),
+             routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
+             headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
+             produced_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+             payload     %s
+         ) PARTITION BY RANGE (id)',
+        'message_log_' || n, 'message_log_' || n || '_id_seq', p_payload_type);
+
+    -- Hot rows: room for HOT updates, and a vacuum that neither waits nor takes ACCESS EXCLUSIVE to truncate.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             group_id   bigint NOT NULL,
+             generation bigint NOT NULL,
+             updates    int    NOT NULL DEFAULT 0,
+             claimed    bigint NOT NULL,
+             first_open bigint NOT NULL DEFAULT 1,
+             next_seq   bigint NOT NULL DEFAULT 1,
+             PRIMARY KEY (group_id, generation)
+         ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'consumer_group_cursor_' || n);
+    EXECUTE format(
+        'CREATE TABLE %I (
+             group_id   bigint NOT NULL,
+             seq        bigint NOT NULL,
+             token      uuid   NOT NULL,
+             pending    int8multirange NOT NULL,
+             expires_at timestamptz NOT NULL,
+             reclaims   int    NOT NULL DEFAULT 0,
+             PRIMARY KEY (group_id, seq)
+         ) WITH (fillfactor = 70, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'consumer_lease_' || n);
+
+    EXECUTE format(
+        'CREATE TABLE %1$I (
+             group_id         bigint NOT NULL,
+             message_id       bigint NOT NULL,
+             state            text   NOT NULL CHECK (state IN (''ready'', ''inflight'', ''dead'')),
+             attempts         int    NOT NULL DEFAULT 0,
+             delays           int    NOT NULL DEFAULT 0,
+             losses           int    NOT NULL DEFAULT 0,
+             redrives         int    NOT NULL DEFAULT 0,
+             due_at           timestamptz NOT NULL,
+             lease_id         uuid,
+             lease_expires_at timestamptz,
+             key              text COLLATE "C",
+             last_error       text,
+             history          jsonb NOT NULL DEFAULT ''[]'',
+             first_failed_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+             dead_at          timestamptz,
+             PRIMARY KEY (group_id, message_id),
+             CHECK ((state = ''inflight'') = (lease_id IS NOT NULL AND lease_expires_at IS NOT NULL)),
+             CHECK ((state = ''dead'') = (dead_at IS NOT NULL))
+         ) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'exception_queue_' || n);
+    -- What can run: suspects (losses > 0) apart from the rest, since they are claimed one at a time.
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, (losses > 0), due_at) WHERE state = ''ready''', 'exception_ready_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_expires_at) WHERE state = ''inflight''', 'exception_inflight_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, message_id) WHERE state = ''dead''', 'exception_dead_' || n, 'exception_queue_' || n);
+
+    PERFORM ensure_partitions(n);
+    RETURN n;
+END $$;
+
+-- Drops the stream with every message, cursor and exception it has.
+CREATE OR REPLACE FUNCTION drop_stream(p_stream bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    s stream := require_stream(p_stream);
+BEGIN
+    EXECUTE format('DROP TABLE %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
+                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream);
+    DELETE FROM stream WHERE id = p_stream;
+    INSERT INTO audit (action, stream_name) VALUES ('drop_stream', s.name);
+END $$;

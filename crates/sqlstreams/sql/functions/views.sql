@@ -1,0 +1,75 @@
+-- What people read in psql: cursors, leases, exceptions and dead letters by the names of stream and group.
+--
+-- The tables exist once per stream, so each view is a function that goes through the streams; the functions take a
+-- stream and a group name to look at less (NULL: all), which the views cannot push down.
+
+CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
+RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
+               open_leases bigint, ready bigint, inflight bigint, dead bigint)
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    s record;
+BEGIN
+    FOR s IN SELECT * FROM stream WHERE name = p_stream OR p_stream IS NULL ORDER BY name LOOP
+        -- Per group and newest generation first: anything that looked at the tables as a whole would walk dead rows.
+        RETURN QUERY EXECUTE format(
+            'SELECT $1, g.name, $2, g.id, c.claimed, coalesce(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
+                    l.open, e.ready, e.inflight, e.dead
+             FROM consumer_group AS g
+             CROSS JOIN (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS head FROM %4$I) AS h
+             CROSS JOIN LATERAL (SELECT claimed, first_open FROM %1$I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+             CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest, count(*) AS open FROM %2$I WHERE group_id = g.id AND seq >= c.first_open) AS l
+             CROSS JOIN LATERAL (SELECT count(*) FILTER (WHERE state = ''ready'') AS ready, count(*) FILTER (WHERE state = ''inflight'') AS inflight,
+                                        count(*) FILTER (WHERE state = ''dead'') AS dead FROM %3$I WHERE group_id = g.id) AS e
+             WHERE g.stream_id = $2 AND (g.name = $3 OR $3 IS NULL) ORDER BY g.name',
+            'consumer_group_cursor_' || s.id, 'consumer_lease_' || s.id, 'exception_queue_' || s.id, 'message_log_' || s.id || '_id_seq')
+            USING s.name, s.id, p_group;
+    END LOOP;
+END $$;
+CREATE OR REPLACE VIEW consumer_group_cursor AS SELECT * FROM list_cursors();
+
+CREATE OR REPLACE FUNCTION list_leases(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
+RETURNS TABLE (stream text, consumer_group text, seq bigint, token uuid, pending int8multirange, expires_at timestamptz, reclaims int)
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    s record;
+BEGIN
+    FOR s IN SELECT * FROM stream WHERE name = p_stream OR p_stream IS NULL ORDER BY name LOOP
+        RETURN QUERY EXECUTE format(
+            'SELECT $1, g.name, l.seq, l.token, l.pending, l.expires_at, l.reclaims
+             FROM consumer_group AS g
+             CROSS JOIN LATERAL (SELECT first_open FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+             CROSS JOIN LATERAL (SELECT * FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
+             WHERE g.stream_id = $2 AND (g.name = $3 OR $3 IS NULL) ORDER BY g.name, l.seq',
+            'consumer_group_cursor_' || s.id, 'consumer_lease_' || s.id)
+            USING s.name, s.id, p_group;
+    END LOOP;
+END $$;
+CREATE OR REPLACE VIEW consumer_lease AS SELECT * FROM list_leases();
+
+CREATE OR REPLACE FUNCTION list_exceptions(p_stream text DEFAULT NULL, p_group text DEFAULT NULL, p_state text DEFAULT NULL,
+    p_after bigint DEFAULT 0, p_limit bigint DEFAULT 9223372036854775807)
+RETURNS TABLE (stream text, consumer_group text, message_id bigint, state text, attempts int, delays int, losses int, redrives int,
+               due_at timestamptz, lease_expires_at timestamptz, key text, last_error text, history jsonb, first_failed_at timestamptz, dead_at timestamptz)
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    s record;
+BEGIN
+    FOR s IN SELECT * FROM stream WHERE name = p_stream OR p_stream IS NULL ORDER BY name LOOP
+        RETURN QUERY EXECUTE format(
+            'SELECT $1, g.name, e.message_id, e.state, e.attempts, e.delays, e.losses, e.redrives,
+                    e.due_at, e.lease_expires_at, e.key, e.last_error, e.history, e.first_failed_at, e.dead_at
+             FROM consumer_group AS g
+             CROSS JOIN LATERAL (SELECT * FROM %I WHERE group_id = g.id AND message_id > $4 %s ORDER BY message_id LIMIT $5) AS e
+             WHERE g.stream_id = $2 AND (g.name = $3 OR $3 IS NULL) ORDER BY g.name, e.message_id',
+            'exception_queue_' || s.id, CASE WHEN p_state IS NOT NULL THEN format('AND state = %L', p_state) END)
+            USING s.name, s.id, p_group, p_after, p_limit;
+    END LOOP;
+END $$;
+CREATE OR REPLACE VIEW exception_queue AS SELECT * FROM list_exceptions();
+CREATE OR REPLACE VIEW dead_letter AS
+    SELECT stream, consumer_group, message_id, attempts, losses, redrives, key, last_error, history, first_failed_at, dead_at
+    FROM list_exceptions(p_state => 'dead');

@@ -1,0 +1,73 @@
+-- The catalogue: which streams and consumer groups exist. Everything that moves with traffic lives in the
+-- table family of one stream (functions/stream.sql), so that streams never share a hot page.
+--
+-- Every file of this folder runs with search_path = <the installation's schema>, pg_temp: names are left
+-- unqualified, and the functions keep that path by SET search_path FROM CURRENT.
+
+CREATE TABLE stream (
+    id             bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name           text COLLATE "C" NOT NULL UNIQUE CHECK (octet_length(name) BETWEEN 1 AND 200),
+    payload_type   text NOT NULL CHECK (payload_type IN ('json', 'jsonb', 'text', 'bytea')),
+    -- ids per partition of the log
+    partition_size bigint NOT NULL CHECK (partition_size BETWEEN 1000 AND 1000000000),
+    created_at     timestamptz NOT NULL DEFAULT now()
+);
+COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>.';
+
+CREATE TABLE consumer_group (
+    id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    stream_id       bigint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    name            text COLLATE "C" NOT NULL CHECK (octet_length(name) BETWEEN 1 AND 200),
+    lease_duration  interval NOT NULL DEFAULT '15 seconds' CHECK (lease_duration BETWEEN '100 milliseconds' AND '1 day'),
+    -- a range whose lease was lost more often than this is taken apart into suspects
+    max_reclaims    int NOT NULL DEFAULT 2 CHECK (max_reclaims BETWEEN 0 AND 1000),
+    max_attempts    int NOT NULL DEFAULT 5 CHECK (max_attempts >= 1),
+    -- delay before attempt n + 1: random() * least(backoff_cap, backoff_base * backoff_factor ^ (n - 1))
+    backoff_base    interval NOT NULL DEFAULT '1 second' CHECK (backoff_base BETWEEN '0' AND '365 days'),
+    backoff_factor  double precision NOT NULL DEFAULT 2 CHECK (backoff_factor BETWEEN 1 AND 1000),
+    backoff_cap     interval NOT NULL DEFAULT '5 minutes' CHECK (backoff_cap BETWEEN '0' AND '365 days'),
+    created_at      timestamptz NOT NULL DEFAULT now(),
+    UNIQUE (stream_id, name)
+);
+
+-- The fence of a stream: how far its log is final. See functions/fence.sql.
+-- Rotated like the cursor: the newest generation counts.
+CREATE TABLE stream_fence (
+    stream_id  bigint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    generation bigint NOT NULL,
+    updates    int NOT NULL DEFAULT 0,
+    -- every id at or below it is committed or never comes
+    settled    bigint NOT NULL DEFAULT 0,
+    -- under observation: ids up to head are settled once none of the writers runs any more
+    head       bigint,
+    writers    text[],
+    looked_at  timestamptz,
+    look_cost  interval,
+    PRIMARY KEY (stream_id, generation)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+        autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
+-- What operators did that cannot be read off the tables afterwards. Names are copied: the row outlives them.
+CREATE TABLE audit (
+    id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    actor       text NOT NULL DEFAULT session_user,
+    action      text NOT NULL,
+    stream_name text NOT NULL,
+    group_name  text,
+    detail      jsonb NOT NULL DEFAULT '{}'
+);
+
+-- Row shapes shared by the functions; the tables themselves exist once per stream.
+CREATE TYPE group_cursor AS (
+    generation bigint,
+    updates    int,
+    claimed    bigint,
+    first_open bigint,
+    next_seq   bigint
+);
+CREATE TYPE group_lease AS (
+    seq     bigint,
+    token   uuid,
+    pending int8multirange
+);
