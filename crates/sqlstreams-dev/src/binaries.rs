@@ -161,6 +161,22 @@ pub(crate) fn check_major(major: u32) -> Result<()> {
     if SUPPORTED_MAJORS.contains(&major) { Ok(()) } else { Err(Error::UnsupportedMajor { major }) }
 }
 
+/// The programs asked for, or found, or downloaded.
+pub(crate) fn choose(
+    given: Option<Programs>,
+    major: Option<u32>,
+    progress: &dyn Fn(&str),
+) -> Result<Programs> {
+    match (given, major) {
+        (Some(programs), _) => Ok(programs),
+        (None, None) => Programs::find_or_obtain(progress),
+        (None, Some(major)) => match Programs::find_major(major) {
+            Err(Error::NoPrograms { .. }) => obtain::obtain(major, progress),
+            other => other,
+        },
+    }
+}
+
 /// Finds a program by name in `PATH`.
 pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
     env::split_paths(&env::var_os("PATH")?)

@@ -6,33 +6,21 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::binaries::Programs;
+use crate::binaries::{Programs, choose};
 use crate::error::{Context, Error, Result};
-use crate::obtain::obtain;
 use crate::password::random_password;
-use crate::port::free_port;
-use crate::server::{SUPERUSER, Server, StartFailure, end, url};
+use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, end, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;
 use crate::watchdog::Watchdog;
 
-/// How long a server may take to become ready unless told otherwise.
-pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// How long a server may take to stop before it's killed.
 const STOP_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// How long a restart waits for a killed predecessor's processes and its port.
-const RESTART_PATIENCE: Duration = Duration::from_secs(10);
-
-/// How many ports to try for a new server.
-const PORTS: usize = 10;
 
 /// How a server is told to stop.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -222,29 +210,11 @@ impl Cluster {
         if running.alive().is_some() {
             return Err(Error::AlreadyRunning { data_dir: self.server.data_dir.clone() });
         }
-        let Running { child, watchdog } = &mut *running;
-        let begun = Instant::now();
-        loop {
-            let failure =
-                match self.server.start(self.port, &self.settings, |pid| watchdog.tell(pid)) {
-                    Ok(started) => {
-                        *child = Some(started);
-                        return Ok(());
-                    }
-                    Err(failure) => failure,
-                };
-            let error = match failure {
-                StartFailure::Other(error) => return Err(error),
-                StartFailure::PredecessorAlive(error) => error,
-                StartFailure::PortInUse => {
-                    Error::PortTaken { port: self.port, data_dir: self.server.data_dir.clone() }
-                }
-            };
-            if begun.elapsed() > RESTART_PATIENCE {
-                return Err(error);
-            }
-            sleep(Duration::from_millis(50));
-        }
+        let (child, _) = self.server.start(PortChoice::Only(self.port), &self.settings, |pid| {
+            running.watchdog.tell(pid);
+        })?;
+        running.child = Some(child);
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, Running> {
@@ -290,7 +260,7 @@ pub struct Builder<'a> {
     settings: Settings,
     base_dir: Option<PathBuf>,
     start_timeout: Duration,
-    progress: &'a dyn Fn(&str),
+    progress: &'a (dyn Fn(&str) + Sync),
 }
 
 impl Default for Builder<'_> {
@@ -368,7 +338,7 @@ impl<'a> Builder<'a> {
 
     /// Has this called with a line of text before something slow.
     #[must_use]
-    pub fn progress<'b>(self, progress: &'b dyn Fn(&str)) -> Builder<'b>
+    pub fn progress<'b>(self, progress: &'b (dyn Fn(&str) + Sync)) -> Builder<'b>
     where
         'a: 'b,
     {
@@ -385,7 +355,7 @@ impl<'a> Builder<'a> {
     /// [`Error::StartTimeout`] with the end of the log.
     pub fn start(self) -> Result<Cluster> {
         self.settings.check()?;
-        let programs = choose_programs(self.programs, self.major, self.progress)?;
+        let programs = choose(self.programs, self.major, self.progress)?;
         let user = ServerUser::pick()?;
         let dir = make_dir(self.base_dir.as_deref(), &user)?;
         let path = fs::canonicalize(dir.path())
@@ -403,7 +373,8 @@ impl<'a> Builder<'a> {
         let password = random_password().doing(|| "make a password".to_owned())?;
         (self.progress)(&format!("Starting a private PostgreSQL {}", server.programs.version()));
         server.initdb(&password, false, |pid| watchdog.tell(pid))?;
-        let (child, port) = start_at_free_port(&server, &self.settings, |pid| watchdog.tell(pid))?;
+        let (child, port) =
+            server.start(PortChoice::Any, &self.settings, |pid| watchdog.tell(pid))?;
         Ok(Cluster {
             running: Mutex::new(Running { child: Some(child), watchdog }),
             server,
@@ -412,45 +383,6 @@ impl<'a> Builder<'a> {
             password,
             dir: Some(dir),
         })
-    }
-}
-
-/// Starts a server at some free port, trying others when one is snatched away.
-pub(crate) fn start_at_free_port(
-    server: &Server,
-    settings: &Settings,
-    mut announce: impl FnMut(u32),
-) -> Result<(Child, u16)> {
-    let mut tried = 0;
-    loop {
-        let port = free_port().doing(|| "find a free port".to_owned())?;
-        tried += 1;
-        match server.start(port, settings, &mut announce) {
-            Ok(child) => return Ok((child, port)),
-            Err(StartFailure::PortInUse) if tried < PORTS => {}
-            Err(StartFailure::PortInUse) => {
-                return Err(Error::PortTaken { port, data_dir: server.data_dir.clone() });
-            }
-            Err(StartFailure::PredecessorAlive(error) | StartFailure::Other(error)) => {
-                return Err(error);
-            }
-        }
-    }
-}
-
-/// The programs asked for, or found, or downloaded.
-pub(crate) fn choose_programs(
-    given: Option<Programs>,
-    major: Option<u32>,
-    progress: &dyn Fn(&str),
-) -> Result<Programs> {
-    match (given, major) {
-        (Some(programs), _) => Ok(programs),
-        (None, None) => Programs::find_or_obtain(progress),
-        (None, Some(major)) => match Programs::find_major(major) {
-            Err(Error::NoPrograms { .. }) => obtain(major, progress),
-            other => other,
-        },
     }
 }
 

@@ -136,6 +136,21 @@ pub enum Error {
         data_dir: PathBuf,
     },
 
+    /// A server started by another process isn't ready yet.
+    #[error(
+        "PostgreSQL (process {pid}) was started before and still isn't ready after {seconds} s.\n\
+         See its log, {}, and wait, or stop it first.",
+        log.display()
+    )]
+    NotReady {
+        /// The server's process id.
+        pid: u32,
+        /// How long was waited, in seconds.
+        seconds: u64,
+        /// The server's log file.
+        log: PathBuf,
+    },
+
     /// The server did not end in time.
     #[error(
         "PostgreSQL (process {pid}) did not end within {seconds} s of being told to.\n\

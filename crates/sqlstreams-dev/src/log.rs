@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
@@ -25,7 +26,13 @@ impl LogMark {
     /// The log for a program's output and for its errors.
     pub(crate) fn outputs(&self) -> Result<(Stdio, Stdio)> {
         let doing = || format!("open the log {}", self.path.display());
-        let file = OpenOptions::new().create(true).append(true).open(&self.path).doing(doing)?;
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            // Statements and their data may be in it.
+            .mode(0o600)
+            .open(&self.path)
+            .doing(doing)?;
         let copy: File = file.try_clone().doing(doing)?;
         Ok((file.into(), copy.into()))
     }

@@ -16,14 +16,21 @@ use crate::error::{Context, Error, Result};
 use crate::log::LogMark;
 use crate::password::write_private;
 use crate::pidfile::{self, PidFile};
+use crate::port::{free_port, is_free};
 use crate::settings::{self, Settings};
 use crate::user::ServerUser;
 
 /// The role every private cluster has.
 pub(crate) const SUPERUSER: &str = "postgres";
 
+/// How long a server may take to become ready unless told otherwise.
+pub(crate) const START_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// How often to look whether something has happened.
 const POLL: Duration = Duration::from_millis(5);
+
+/// How long a start waits for a killed predecessor's processes and for its port.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The fixed things of one server: programs, account and places.
 #[derive(Clone, Debug)]
@@ -35,8 +42,19 @@ pub(crate) struct Server {
     pub(crate) start_timeout: Duration,
 }
 
+/// Where a server may listen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PortChoice {
+    /// At any free port.
+    Any,
+    /// At this one, or at any other if it's taken.
+    Prefer(u16),
+    /// At this one only.
+    Only(u16),
+}
+
 /// Why a server did not come up.
-pub(crate) enum StartFailure {
+enum StartFailure {
     /// Another program took the port.
     PortInUse,
     /// Processes of a killed predecessor are still at work.
@@ -105,25 +123,57 @@ impl Server {
     }
 
     /// Starts a server and waits until it takes connections.
+    ///
+    /// `announce` is told the process ids of what is started.
     pub(crate) fn start(
+        &self,
+        choice: PortChoice,
+        settings: &Settings,
+        mut announce: impl FnMut(u32),
+    ) -> Result<(Child, u16)> {
+        let any = || free_port().doing(|| "find a free port".to_owned());
+        let mut port = match choice {
+            PortChoice::Only(port) => port,
+            PortChoice::Prefer(port) if is_free(port) => port,
+            PortChoice::Prefer(_) | PortChoice::Any => any()?,
+        };
+        let begun = Instant::now();
+        loop {
+            let error = match self.try_start(port, settings, &mut announce) {
+                Ok(child) => return Ok((child, port)),
+                Err(StartFailure::Other(error)) => return Err(error),
+                Err(StartFailure::PredecessorAlive(error)) => error,
+                Err(StartFailure::PortInUse) => {
+                    Error::PortTaken { port, data_dir: self.data_dir.clone() }
+                }
+            };
+            if begun.elapsed() > PATIENCE {
+                return Err(error);
+            }
+            if !matches!(choice, PortChoice::Only(_)) && !is_free(port) {
+                port = any()?;
+            }
+            sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn try_start(
         &self,
         port: u16,
         settings: &Settings,
-        announce: impl FnOnce(u32),
+        announce: &mut impl FnMut(u32),
     ) -> Result<Child, StartFailure> {
-        self.launch(port, settings)
-            .and_then(|(mut child, log)| {
-                announce(child.id());
-                match self.wait_ready(&mut child, &log) {
-                    Ok(None) => Ok(Ok(child)),
-                    Ok(Some(failure)) => Ok(Err(failure)),
-                    Err(error) => {
-                        end(&mut child, Signal::QUIT, Duration::from_secs(5))?;
-                        Err(error)
-                    }
-                }
-            })
-            .unwrap_or_else(|error| Err(StartFailure::Other(error)))
+        let (mut child, log) = self.launch(port, settings).map_err(StartFailure::Other)?;
+        announce(child.id());
+        match self.wait_ready(&mut child, &log) {
+            Ok(()) => Ok(child),
+            Err(failure) => {
+                // It has ended, or is too slow; the failure tells more than
+                // an error in ending it would.
+                let _ = end(&mut child, Signal::QUIT, Duration::from_secs(5));
+                Err(failure)
+            }
+        }
     }
 
     fn launch(&self, port: u16, settings: &Settings) -> Result<(Child, LogMark)> {
@@ -136,25 +186,27 @@ impl Server {
     }
 
     /// Waits for the server's own word; this costs it no connection.
-    fn wait_ready(&self, child: &mut Child, log: &LogMark) -> Result<Option<StartFailure>> {
+    fn wait_ready(&self, child: &mut Child, log: &LogMark) -> Result<(), StartFailure> {
         let begun = Instant::now();
         loop {
-            let exited =
-                child.try_wait().doing(|| "look after the PostgreSQL server".to_owned())?;
+            let exited = child
+                .try_wait()
+                .doing(|| "look after the PostgreSQL server".to_owned())
+                .map_err(StartFailure::Other)?;
             if exited.is_some() {
-                return Ok(Some(self.explain(log)));
+                return Err(self.explain(log));
             }
             let ready = |file: PidFile| file.pid == child.id() && file.ready;
             if PidFile::read(&self.data_dir).is_some_and(ready) {
-                return Ok(None);
+                return Ok(());
             }
             if begun.elapsed() > self.start_timeout {
-                return Err(Error::StartTimeout {
+                return Err(StartFailure::Other(Error::StartTimeout {
                     version: self.programs.version().to_owned(),
                     data_dir: self.data_dir.clone(),
                     seconds: self.start_timeout.as_secs(),
                     log: log.tail(),
-                });
+                }));
             }
             sleep(POLL);
         }

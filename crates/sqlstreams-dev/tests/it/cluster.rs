@@ -2,9 +2,9 @@
 
 use std::thread;
 
-use sqlstreams_dev::{Cluster, Error, StopMode};
+use sqlstreams_dev::{Cluster, Error, Programs, StopMode};
 
-use crate::support::{folder_of, is_alive, query};
+use crate::support::{folder_of, is_alive, is_empty, open_folder, query, script};
 
 fn quick() -> Cluster {
     Cluster::builder().durable(false).start().expect("a cluster starts")
@@ -164,8 +164,7 @@ fn starts_once_only() {
 
 #[test]
 fn a_failed_start_shows_the_log_and_leaves_nothing() {
-    let base = tempfile::tempdir_in(std::env::temp_dir()).expect("a folder is made");
-    open(base.path());
+    let base = open_folder();
     let error = Cluster::builder()
         .base_dir(base.path())
         .setting("shared_buffers", "a lot")
@@ -174,13 +173,32 @@ fn a_failed_start_shows_the_log_and_leaves_nothing() {
     let text = error.to_string();
     assert!(matches!(error, Error::Start { .. }), "{text}");
     assert!(text.contains("shared_buffers"), "{text}");
-    let left = std::fs::read_dir(base.path()).expect("it can be read");
-    assert_eq!(left.count(), 0);
+    assert!(is_empty(base.path()));
 }
 
-/// Lets other accounts enter a folder, as the server has another one under root.
-fn open(folder: &std::path::Path) {
-    use std::os::unix::fs::PermissionsExt;
-    std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o755))
-        .expect("the mode can be set");
+#[test]
+fn a_failed_initdb_shows_what_it_said_and_leaves_nothing() {
+    let base = open_folder();
+    let programs = open_folder();
+    script(programs.path(), "postgres", "echo 'postgres (PostgreSQL) 17.1'");
+    script(programs.path(), "initdb", "echo no luck today; exit 3");
+    let programs = Programs::in_folder(programs.path()).expect("they look right");
+    let error = Cluster::builder()
+        .base_dir(base.path())
+        .programs(programs)
+        .start()
+        .expect_err("initdb failed");
+    let text = error.to_string();
+    assert!(matches!(error, Error::Initdb { .. }), "{text}");
+    assert!(text.contains("no luck today"), "{text}");
+    assert!(is_empty(base.path()));
+}
+
+#[test]
+fn refuses_a_setting_that_could_be_two() {
+    let error = Cluster::builder()
+        .setting("work_mem", "1MB'\nport = 5432")
+        .start()
+        .expect_err("a value is one line");
+    assert!(matches!(error, Error::BadSetting { .. }), "{error}");
 }

@@ -1,9 +1,12 @@
 //! What the tests share.
 
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tempfile::TempDir;
 use tokio_postgres::NoTls;
 
 /// Runs a query that gives one text, on a connection of its own.
@@ -47,4 +50,41 @@ pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
 /// The folder that goes with a cluster.
 pub(crate) fn folder_of(data_dir: &Path) -> &Path {
     data_dir.parent().expect("a data folder is inside another")
+}
+
+/// A temporary folder other accounts can enter, as root's servers have another one.
+pub(crate) fn open_folder() -> TempDir {
+    let folder = tempfile::tempdir().expect("a folder is made");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755))
+        .expect("the mode can be set");
+    folder
+}
+
+pub(crate) fn is_empty(folder: &Path) -> bool {
+    fs::read_dir(folder).expect("it can be read").next().is_none()
+}
+
+/// Makes a program out of a line of shell.
+///
+/// Another process writes it: a file this one has open for writing can't be
+/// run, and a test beside this one may be just about to start something.
+pub(crate) fn script(folder: &Path, name: &str, line: &str) {
+    let status = Command::new("/bin/sh")
+        .args(["-c", r#"printf '#!/bin/sh\n%s\n' "$2" >"$1" && chmod 755 "$1""#, "sh"])
+        .arg(folder.join(name))
+        .arg(line)
+        .status()
+        .expect("a shell runs");
+    assert!(status.success());
+}
+
+/// Runs one ignored test of this program in a process of its own.
+pub(crate) fn in_own_process(test: &str, variables: &[(&str, &str)]) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program has a path"));
+    command
+        .args(["--exact", test, "--ignored", "--nocapture", "--test-threads=1"])
+        .envs(variables.iter().copied())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    command
 }
