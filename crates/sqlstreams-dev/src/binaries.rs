@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf, absolute};
 use std::process::{Command, Stdio};
 
 use crate::error::{Context, Error, Result};
-use crate::obtain::{self, LATEST};
+use crate::obtain::{LATEST, cached, how_to_install, obtain};
 use crate::user::ServerUser;
 
 /// The environment variable that names the folder with the server programs.
@@ -35,60 +35,46 @@ impl Programs {
         Self::given(folder.as_ref(), "given as an option")
     }
 
-    /// Looks for programs of any supported version.
+    /// Looks for programs of one major version, or with `None` of any from 15 to 18.
     ///
     /// The places, in this order; the first that has them wins: the folder in
     /// `SQLSTREAMS_PG_BIN`, `pg_config --bindir`, the folders in `PATH`, then
     /// the highest version of each of `/usr/lib/postgresql/*/bin`,
-    /// `/usr/pgsql-*/bin`, Homebrew and Postgres.app. Nothing is downloaded.
+    /// `/usr/pgsql-*/bin`, Homebrew and Postgres.app, and last what
+    /// [`obtain`](crate::obtain()) downloaded before. Nothing is downloaded.
+    /// When one version is asked for, folders with others are passed over.
     ///
     /// # Errors
     ///
-    /// [`Error::NoPrograms`] when there are none, and
-    /// [`Error::UnusableFolder`] when `SQLSTREAMS_PG_BIN` is set to a folder
-    /// that doesn't qualify.
-    pub fn find() -> Result<Self> {
-        search(None)?.map_err(|looked| Error::NoPrograms { looked, fix: obtain::how_to_install() })
+    /// [`Error::NoPrograms`] when there are none; [`Error::UnusableFolder`]
+    /// when `SQLSTREAMS_PG_BIN` is set to a folder that doesn't qualify;
+    /// [`Error::UnsupportedMajor`].
+    pub fn find(major: Option<u32>) -> Result<Self> {
+        major.map_or(Ok(()), check_major)?;
+        search(major)?.map_err(|looked| no_programs(major, looked))
     }
 
-    /// Looks for programs of one major version, in the places of [`find`](Self::find)
-    /// and among those [`obtain`](crate::obtain) downloaded before.
+    /// Looks for programs as [`find`](Self::find) does, and downloads them
+    /// with [`obtain`](crate::obtain()) when there are none.
     ///
-    /// A folder in `SQLSTREAMS_PG_BIN` with another version is passed over.
-    ///
-    /// # Errors
-    ///
-    /// As for [`find`](Self::find), and [`Error::UnsupportedMajor`].
-    pub fn find_major(major: u32) -> Result<Self> {
-        check_major(major)?;
-        search(Some(major))?.or_else(|mut looked| {
-            if let Some(programs) = obtain::cached(major, &mut looked) {
-                return Ok(programs);
-            }
-            Err(Error::NoPrograms { looked, fix: obtain::how_to_install() })
-        })
-    }
-
-    /// Looks for programs of any supported version and downloads them when there are none.
-    ///
-    /// `progress` is called with a line of text before something slow.
+    /// With `None` the latest version is downloaded. `progress` is called with
+    /// a line of text before something slow.
     ///
     /// # Errors
     ///
-    /// [`Error::UnusableFolder`] as for [`find`](Self::find), and
-    /// [`Error::NoPrograms`] when the download failed as well; its list then
-    /// ends with why.
-    pub fn find_or_obtain(progress: &dyn Fn(&str)) -> Result<Self> {
-        let mut looked = match search(None)? {
-            Ok(programs) => return Ok(programs),
-            Err(looked) => looked,
-        };
-        obtain::obtain(LATEST, progress).map_err(|error| {
-            looked.push(match error {
-                Error::Obtain { why, .. } => format!("npm: {why}"),
-                other => format!("npm: {other}"),
-            });
-            Error::NoPrograms { looked, fix: obtain::how_to_install() }
+    /// Those of [`find`](Self::find); the list in [`Error::NoPrograms`] then
+    /// ends with why the download failed.
+    pub fn find_or_obtain(major: Option<u32>, progress: &dyn Fn(&str)) -> Result<Self> {
+        major.map_or(Ok(()), check_major)?;
+        search(major)?.or_else(|mut looked| {
+            obtain(major.unwrap_or(LATEST), progress).map_err(|error| {
+                let why = match error {
+                    Error::Obtain { why, .. } => why,
+                    other => other.to_string(),
+                };
+                looked.push(format!("download: {why}"));
+                no_programs(major, looked)
+            })
         })
     }
 
@@ -161,19 +147,11 @@ pub(crate) fn check_major(major: u32) -> Result<()> {
     if SUPPORTED_MAJORS.contains(&major) { Ok(()) } else { Err(Error::UnsupportedMajor { major }) }
 }
 
-/// The programs asked for, or found, or downloaded.
-pub(crate) fn choose(
-    given: Option<Programs>,
-    major: Option<u32>,
-    progress: &dyn Fn(&str),
-) -> Result<Programs> {
-    match (given, major) {
-        (Some(programs), _) => Ok(programs),
-        (None, None) => Programs::find_or_obtain(progress),
-        (None, Some(major)) => match Programs::find_major(major) {
-            Err(Error::NoPrograms { .. }) => obtain::obtain(major, progress),
-            other => other,
-        },
+fn no_programs(major: Option<u32>, looked: Vec<String>) -> Error {
+    Error::NoPrograms {
+        wanted: major.map_or_else(|| "15 to 18".to_owned(), |major| major.to_string()),
+        looked,
+        fix: how_to_install(major),
     }
 }
 
@@ -228,6 +206,9 @@ fn search(wanted: Option<u32>) -> Result<Result<Programs, Vec<String>>> {
         }
     }
 
+    if let Some(programs) = cached(wanted.unwrap_or(LATEST), &mut looked) {
+        return Ok(Ok(programs));
+    }
     if bindir.is_none() {
         looked.push("pg_config: not on PATH, or without an answer".to_owned());
     }

@@ -11,9 +11,10 @@ use std::time::Duration;
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::binaries::{Programs, choose};
+use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
 use crate::password::random_password;
+use crate::pidfile::PidFile;
 use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, end, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;
@@ -241,6 +242,11 @@ impl Drop for Cluster {
             // A failure here or below is left to the watchdog.
             let _ = end(child, Signal::QUIT, STOP_TIMEOUT);
         }
+        // A server that was killed left more behind than its folder; the
+        // watchdog sees to that.
+        if PidFile::read(&self.server.data_dir).is_some() {
+            running.watchdog.finish();
+        }
         if let Some(dir) = self.dir.take() {
             let _ = dir.close();
         }
@@ -268,7 +274,7 @@ impl Default for Builder<'_> {
         Self {
             programs: None,
             major: None,
-            settings: Settings::default(),
+            settings: Settings::throw_away(),
             base_dir: None,
             start_timeout: START_TIMEOUT,
             progress: &|_| {},
@@ -355,7 +361,10 @@ impl<'a> Builder<'a> {
     /// [`Error::StartTimeout`] with the end of the log.
     pub fn start(self) -> Result<Cluster> {
         self.settings.check()?;
-        let programs = choose(self.programs, self.major, self.progress)?;
+        let programs = match self.programs {
+            Some(programs) => programs,
+            None => Programs::find_or_obtain(self.major, self.progress)?,
+        };
         let user = ServerUser::pick()?;
         let dir = make_dir(self.base_dir.as_deref(), &user)?;
         let path = fs::canonicalize(dir.path())

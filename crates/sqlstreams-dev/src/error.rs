@@ -30,8 +30,13 @@ pub enum Error {
     },
 
     /// No server programs were found and none could be obtained.
-    #[error("no PostgreSQL server programs here. Looked at:\n{}\n{fix}", bullets(looked))]
+    #[error(
+        "no server programs of PostgreSQL {wanted} here. Looked at:\n{}\n{fix}",
+        bullets(looked)
+    )]
     NoPrograms {
+        /// The version or versions that would have done.
+        wanted: String,
         /// Each place that was looked at and what was there.
         looked: Vec<String>,
         /// The command that mends it.

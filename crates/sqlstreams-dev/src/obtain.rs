@@ -43,7 +43,7 @@ pub(crate) const LATEST: u32 = 18;
 /// and [`Error::NoHome`].
 pub fn obtain(major: u32, progress: &dyn Fn(&str)) -> Result<Programs> {
     check_major(major)?;
-    let failed = |why: String| Error::Obtain { major, why, fix: how_to_install() };
+    let failed = |why: String| Error::Obtain { major, why, fix: how_to_install(Some(major)) };
     let pin = pin(major).ok_or_else(|| {
         failed(format!("there is no build for {} on {}", env::consts::OS, env::consts::ARCH))
     })?;
@@ -76,7 +76,7 @@ pub fn obtain(major: u32, progress: &dyn Fn(&str)) -> Result<Programs> {
     Programs::examine(&target.join("bin")).map_err(|why| failed(damaged(&target, &why)))
 }
 
-/// Programs that were downloaded before, if whole; else notes why not.
+/// Programs that were downloaded before; notes what was there else.
 pub(crate) fn cached(major: u32, looked: &mut Vec<String>) -> Option<Programs> {
     let folder = cache_folder().ok()?.join(package_folder(pin(major)?)).join("bin");
     Programs::examine(&folder)
@@ -85,17 +85,19 @@ pub(crate) fn cached(major: u32, looked: &mut Vec<String>) -> Option<Programs> {
 }
 
 /// One line that gets server programs onto this machine.
-pub(crate) fn how_to_install() -> String {
+pub(crate) fn how_to_install(major: Option<u32>) -> String {
     let sudo = if rustix::process::geteuid().is_root() { "" } else { "sudo " };
     let has = |name| on_path(name).is_some();
+    let number = major.unwrap_or(LATEST);
     let packager = if cfg!(target_os = "macos") {
-        "brew install postgresql@17".to_owned()
+        format!("brew install postgresql@{number}")
     } else if has("apt-get") {
-        format!("{sudo}apt-get install -y postgresql")
+        let version = major.map_or_else(String::new, |major| format!("-{major}"));
+        format!("{sudo}apt-get install -y postgresql{version}")
     } else if has("dnf") {
         format!("{sudo}dnf install -y postgresql-server")
     } else if has("apk") {
-        format!("{sudo}apk add postgresql17")
+        format!("{sudo}apk add postgresql{number}")
     } else if has("pacman") {
         format!("{sudo}pacman -S postgresql")
     } else {
@@ -106,7 +108,8 @@ pub(crate) fn how_to_install() -> String {
     } else {
         "\nOr install Node.js, whose `npm` is then used to download PostgreSQL."
     };
-    format!("Install PostgreSQL 15 or newer with: {packager}{npm}")
+    let version = major.map_or_else(|| "15 or newer".to_owned(), |major| major.to_string());
+    format!("Install PostgreSQL {version} with: {packager}{npm}")
 }
 
 fn cache_folder() -> Result<PathBuf> {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
-use crate::binaries::{Programs, choose};
+use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
 use crate::password::{random_password, write_private};
 use crate::pidfile::{self, PidFile, live_server};
@@ -194,7 +194,10 @@ impl<'a> Persistent<'a> {
         let programs = match places.data_major()? {
             Some(major) => self.programs_for(major, &places)?,
             None => {
-                let programs = choose(self.programs.clone(), self.major, self.progress)?;
+                let programs = match &self.programs {
+                    Some(programs) => programs.clone(),
+                    None => Programs::find_or_obtain(self.major, self.progress)?,
+                };
                 (self.progress)(&format!(
                     "Making a PostgreSQL {} cluster in {}",
                     programs.version(),
@@ -338,12 +341,12 @@ impl<'a> Persistent<'a> {
                 programs.version()
             )));
         }
-        match choose(None, Some(major), self.progress) {
-            Err(error @ (Error::Obtain { .. } | Error::UnsupportedMajor { .. })) => {
-                Err(mismatch(error.to_string()))
+        Programs::find_or_obtain(Some(major), self.progress).map_err(|error| match error {
+            Error::NoPrograms { .. } | Error::UnsupportedMajor { .. } => {
+                mismatch(error.to_string())
             }
             other => other,
-        }
+        })
     }
 
     /// Makes the data folder under another name first, so that one that was

@@ -41,6 +41,13 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
+    /// For a cluster whose folder goes with it.
+    pub(crate) fn throw_away() -> Self {
+        // Else a killed server would leave shared memory in /dev/shm for good.
+        let inside = ("dynamic_shared_memory_type".to_owned(), "mmap".to_owned());
+        Self { not_durable: false, extra: vec![inside] }
+    }
+
     /// Checks names and values before anything is started.
     pub(crate) fn check(&self) -> Result<()> {
         for (name, value) in &self.extra {

@@ -43,11 +43,16 @@ impl Watchdog {
             None => Ok(()),
         };
     }
+
+    /// Has it do its work now, and waits for that.
+    pub(crate) fn finish(&mut self) {
+        drop(self.pipe.take());
+        let _ = self.shell.wait();
+    }
 }
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        drop(self.pipe.take());
-        let _ = self.shell.wait();
+        self.finish();
     }
 }

@@ -7,6 +7,9 @@ dir=$1
 data=$2
 last=
 
+# Whatever PATH the owner had, these tools are needed.
+PATH=$PATH:/usr/bin:/bin:/usr/sbin:/sbin
+
 # A closed terminal or a Ctrl-C must not end this before its work is done.
 trap '' HUP INT TERM QUIT PIPE
 
@@ -43,6 +46,13 @@ for pid in $current $last; do
     done
     ours "$pid" && kill -KILL "$pid"
 done
+
+# A server that was killed couldn't give back the System V segment that guards
+# its data folder; the 7th line of its file names it by key and id.
+if [ -r "$data/postmaster.pid" ]; then
+    id=$(sed -n '7s/^ *[0-9]* *\([0-9]*\) *$/\1/p' "$data/postmaster.pid")
+    [ -n "$id" ] && ipcrm -m "$id"
+fi
 
 # Processes of a killed server may still write for a moment.
 tries=0

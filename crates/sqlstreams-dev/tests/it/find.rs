@@ -6,7 +6,7 @@ use crate::support::{in_own_process, open_folder, script};
 
 #[test]
 fn finds_some_here() {
-    let programs = Programs::find_or_obtain(&|_| {}).expect("this machine has some");
+    let programs = Programs::find_or_obtain(None, &|_| {}).expect("this machine has some");
     assert!(programs.tool("initdb").is_some());
     assert!(programs.tool("no-such-tool").is_none());
     assert_eq!(Programs::in_folder(programs.folder()).expect("they still do"), programs);
@@ -76,7 +76,7 @@ fn the_folder_in_the_environment_comes_first() {
 #[test]
 #[ignore = "run by the tests above in a process of its own"]
 fn report() {
-    match Programs::find() {
+    match Programs::find(None) {
         Ok(programs) => println!("found {}", programs.version()),
         Err(error) => println!("{error}"),
     }

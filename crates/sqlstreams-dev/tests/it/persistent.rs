@@ -167,7 +167,7 @@ fn names_the_version_the_data_needs() {
     let error = kept.handle().up().expect_err("13 is too old");
     assert!(matches!(error, Error::MajorMismatch { wanted: 13, .. }), "{error}");
 
-    let programs = Programs::find_or_obtain(&|_| {}).expect("this machine has some");
+    let programs = Programs::find_or_obtain(None, &|_| {}).expect("this machine has some");
     let other = if programs.major() == 15 { 16 } else { 15 };
     fs::write(data.join("PG_VERSION"), format!("{other}\n")).expect("it can be written");
     let error =
