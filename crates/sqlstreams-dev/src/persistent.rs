@@ -18,6 +18,7 @@ use crate::port::free_port;
 use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;
+use crate::watchdog::Watchdog;
 
 /// How long a fast stop may take before an immediate one follows.
 const FAST: Duration = Duration::from_secs(60);
@@ -26,6 +27,9 @@ const FAST: Duration = Duration::from_secs(60);
 const IMMEDIATE: Duration = Duration::from_secs(30);
 
 const POLL: Duration = Duration::from_millis(10);
+
+/// How the names of folders begin in which a data folder is made.
+const UNFINISHED: &str = "unfinished-";
 
 /// A private cluster whose server and data outlive this process.
 ///
@@ -184,31 +188,29 @@ impl<'a> Persistent<'a> {
         if let Some(file) = self.await_running(&places)? {
             return places.info(file.pid, file.port, true);
         }
-        let server = |programs, data_dir| Server {
+        let programs = match places.data_major()? {
+            Some(major) => self.programs_for(major, &places)?,
+            None => match &self.programs {
+                Some(programs) => programs.clone(),
+                None => Programs::find_or_obtain(self.major, self.progress)?,
+            },
+        };
+        let server = Server {
             programs,
-            user: user.clone(),
-            data_dir,
+            user,
+            data_dir: places.data_dir.clone(),
             log: places.log.clone(),
             start_timeout: self.start_timeout,
         };
-        let programs = match places.data_major()? {
-            Some(major) => self.programs_for(major, &places)?,
-            None => {
-                let programs = match &self.programs {
-                    Some(programs) => programs.clone(),
-                    None => Programs::find_or_obtain(self.major, self.progress)?,
-                };
-                (self.progress)(&format!(
-                    "Making a PostgreSQL {} cluster in {}",
-                    programs.version(),
-                    places.dir.display()
-                ));
-                self.initdb(&server(programs.clone(), places.unfinished.clone()), &places)?;
-                programs
-            }
-        };
-        (self.progress)(&format!("Starting PostgreSQL {}", programs.version()));
-        let server = server(programs, places.data_dir.clone());
+        let version = server.programs.version();
+        if !places.data_dir.exists() {
+            (self.progress)(&format!(
+                "Making a PostgreSQL {version} cluster in {}",
+                places.dir.display()
+            ));
+            initdb(&server, &places)?;
+        }
+        (self.progress)(&format!("Starting PostgreSQL {version}"));
         let address = places.address()?;
         let (mut child, port) =
             server.start(PortChoice::Prefer(address.port), &self.settings, |_| {})?;
@@ -348,26 +350,27 @@ impl<'a> Persistent<'a> {
             other => other,
         })
     }
+}
 
-    /// Makes the data folder under another name first, so that one that was
-    /// cut short is never taken for whole.
-    fn initdb(&self, server: &Server, places: &Places) -> Result<()> {
-        let unfinished = &server.data_dir;
-        if unfinished.exists() {
-            fs::remove_dir_all(unfinished).doing(|| format!("remove {}", unfinished.display()))?;
-        }
-        // The folder may be closed to the account that makes the files in it.
-        fs::create_dir(unfinished).doing(|| format!("make {}", unfinished.display()))?;
-        server.user.own(unfinished)?;
-        let password = random_password().doing(|| "make a password".to_owned())?;
-        server.initdb(&password, true, |_| {})?;
-        places.remember(&Address {
-            port: free_port().doing(|| "find a free port".to_owned())?,
-            password,
-        })?;
-        fs::rename(unfinished, &places.data_dir)
-            .doing(|| format!("make {}", places.data_dir.display()))
-    }
+/// Makes the data folder elsewhere first, so that one that was cut short is
+/// never taken for whole.
+fn initdb(server: &Server, places: &Places) -> Result<()> {
+    places.remove_unfinished();
+    let doing = || format!("make a folder in {}", places.dir.display());
+    let work = tempfile::Builder::new().prefix(UNFINISHED).tempdir_in(&places.dir).doing(doing)?;
+    server.user.own(work.path())?;
+    let unfinished = Server { data_dir: work.path().join("data"), ..server.clone() };
+    // Should this process die, initdb and what it made go too.
+    let mut watchdog = Watchdog::set(work.path(), &unfinished.data_dir)?;
+
+    let address = Address {
+        port: free_port().doing(|| "find a free port".to_owned())?,
+        password: random_password().doing(|| "make a password".to_owned())?,
+    };
+    unfinished.initdb(&address.password, true, |pid| watchdog.tell(pid))?;
+    places.remember(&address)?;
+    fs::rename(&unfinished.data_dir, &places.data_dir)
+        .doing(|| format!("make {}", places.data_dir.display()))
 }
 
 impl fmt::Debug for Persistent<'_> {
@@ -394,8 +397,6 @@ impl Info {
 struct Places {
     dir: PathBuf,
     data_dir: PathBuf,
-    /// A data folder in the making.
-    unfinished: PathBuf,
     log: PathBuf,
     /// The file with the URL.
     connection: PathBuf,
@@ -411,10 +412,20 @@ impl Places {
     fn new(dir: PathBuf) -> Self {
         Self {
             data_dir: dir.join("data"),
-            unfinished: dir.join("data.unfinished"),
             log: dir.join("server.log"),
             connection: dir.join("connection"),
             dir,
+        }
+    }
+
+    /// Removes what a power cut may have left of an earlier attempt.
+    fn remove_unfinished(&self) {
+        let entries = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        for entry in entries {
+            if entry.file_name().as_encoded_bytes().starts_with(UNFINISHED.as_bytes()) {
+                // It's only in the way of disk space.
+                let _ = fs::remove_dir_all(entry.path());
+            }
         }
     }
 

@@ -4,11 +4,14 @@ use std::fs;
 use std::net::TcpListener;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::thread;
+use std::time::Duration;
 
 use sqlstreams_dev::{Error, Persistent, Programs};
 use tempfile::TempDir;
 
-use crate::support::{is_alive, open_folder, query};
+use crate::support::{in_own_process, is_alive, open_folder, query};
+
+const DIR: &str = "SQLSTREAMS_TEST_DIR";
 
 /// A folder for a kept cluster, which is stopped when the test ends.
 struct Kept(TempDir);
@@ -16,6 +19,10 @@ struct Kept(TempDir);
 impl Kept {
     fn new() -> Self {
         Self(open_folder())
+    }
+
+    fn path(&self) -> String {
+        self.0.path().to_str().expect("it's plain text").to_owned()
     }
 
     fn handle(&self) -> Persistent<'static> {
@@ -150,12 +157,45 @@ fn recovers_from_a_crash_and_a_left_over_pid_file() {
 #[test]
 fn an_unfinished_cluster_is_made_anew() {
     let kept = Kept::new();
-    let unfinished = kept.0.path().join("data.unfinished");
-    fs::create_dir(&unfinished).expect("it can be made");
-    fs::write(unfinished.join("PG_VERSION"), "15\n").expect("it can be written");
+    let unfinished = kept.0.path().join("unfinished-abc");
+    fs::create_dir_all(unfinished.join("data")).expect("it can be made");
+    fs::write(unfinished.join("data/PG_VERSION"), "15\n").expect("it can be written");
     let info = kept.handle().up().expect("it starts");
     query(&info.url, "SELECT 1").expect("the server answers");
     assert!(!unfinished.exists());
+}
+
+#[test]
+fn runs_on_when_its_starter_ends() {
+    let kept = Kept::new();
+    let output =
+        in_own_process("persistent::up_and_end", &[(DIR, &kept.path())]).output().expect("it runs");
+    assert!(output.status.success());
+    let info = kept.handle().up().expect("it runs");
+    assert!(info.already_running);
+    query(&info.url, "SELECT 1").expect("the server answers");
+}
+
+#[test]
+fn a_killed_up_is_in_nobodys_way() {
+    for delay in [100, 900] {
+        let kept = Kept::new();
+        let mut child = in_own_process("persistent::up_and_end", &[(DIR, &kept.path())])
+            .spawn()
+            .expect("it starts");
+        thread::sleep(Duration::from_millis(delay));
+        child.kill().expect("it can be killed");
+        child.wait().expect("it ends");
+        let info = kept.handle().up().expect("it starts");
+        query(&info.url, "SELECT 1").expect("the server answers");
+    }
+}
+
+#[test]
+#[ignore = "run by the tests above in a process of its own"]
+fn up_and_end() {
+    let Some(dir) = std::env::var_os(DIR) else { return };
+    Persistent::new(Some(dir.as_ref())).expect("a folder will do").up().expect("it starts");
 }
 
 #[test]
