@@ -1,1 +1,31 @@
-//! SQLStreams.
+//! The queue and the log fused into one system, as tables in the PostgreSQL you already run.
+mod client;
+mod connect;
+mod consume;
+mod dead;
+mod error;
+mod group;
+mod message;
+mod migrate;
+mod name;
+mod outcome;
+mod payload;
+mod produce;
+mod queries;
+mod schema;
+mod stream;
+
+pub use client::{Client, ClientBuilder};
+pub use connect::{Dsn, DsnError};
+pub use consume::{Consumed, ConsumerBuilder};
+pub use dead::Exception;
+pub use error::{Error, ErrorKind, Result};
+pub use group::{Group, GroupBuilder, GroupStatus, RetryPolicy, Start};
+pub use message::{Headers, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing};
+pub use migrate::MigrationReport;
+pub use name::MAX_NAME_BYTES;
+pub use outcome::{IntoOutcome, MAX_ERROR_BYTES, Outcome};
+pub use payload::{Bytes, Codec, Json, MAX_PAYLOAD_BYTES, PayloadType, Text};
+pub use produce::{Executor, InvalidMessage, Producer, Receipt, Send, SendIn};
+pub use stream::{Stream, StreamBuilder, StreamInfo};
+pub use tokio_util::sync::CancellationToken;

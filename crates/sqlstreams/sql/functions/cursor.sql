@@ -59,3 +59,22 @@ BEGIN
         INTO lowest USING p_group, c.first_open;
     RETURN coalesce(lowest, c.next_seq);
 END $$;
+
+-- Whether every message up to p_id is done or dead for the group: nothing of it waits, runs or will be tried again.
+CREATE OR REPLACE FUNCTION is_resolved(p_stream bigint, p_group bigint, p_id bigint) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+DECLARE
+    c    group_cursor := peek_cursor(p_stream, p_group);
+    open boolean;
+BEGIN
+    IF c.generation IS NULL THEN
+        PERFORM require_group(p_stream, p_group);
+    END IF;
+    EXECUTE format(
+        'SELECT EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND seq >= $2 AND lower(pending) <= $3)
+             OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''ready'' AND message_id <= $3)
+             OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''inflight'' AND message_id <= $3)',
+        'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
+        INTO open USING p_group, c.first_open, p_id;
+    RETURN c.claimed >= p_id AND NOT open;
+END $$;

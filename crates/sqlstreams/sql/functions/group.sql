@@ -10,6 +10,14 @@ BEGIN
     RETURN head;
 END $$;
 
+-- The same for callers from outside, whose search_path is their own.
+CREATE OR REPLACE FUNCTION stream_head(p_stream bigint) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM require_stream(p_stream);
+    RETURN log_head(p_stream);
+END $$;
+
 -- The position just before the first message produced at or after p_at: a binary search over the ids.
 -- Ids and times are drawn together but by many sessions, so neighbours may be swapped: the last thousand ids before
 -- the hit are looked through as well.

@@ -65,11 +65,6 @@ impl Connector {
         Ok((client, task))
     }
 
-    /// What requests to cancel a query have to be sent with.
-    pub(crate) fn tls(&self) -> MakeRustlsConnect {
-        self.tls.clone()
-    }
-
     /// A manager for a pool whose connections are opened here.
     pub(crate) fn manager(
         &self,

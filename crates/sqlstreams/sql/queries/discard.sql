@@ -1,0 +1,1 @@
+SELECT {schema}.discard($1, $2, $3, $4)

@@ -1,0 +1,1 @@
+SELECT {schema}.drop_group($1, $2)

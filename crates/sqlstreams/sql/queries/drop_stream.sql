@@ -1,0 +1,1 @@
+SELECT {schema}.drop_stream($1)

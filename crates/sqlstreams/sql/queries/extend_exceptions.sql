@@ -1,0 +1,1 @@
+SELECT {schema}.extend_exceptions($1, $2, $3, $4)

@@ -1,0 +1,1 @@
+SELECT place, reason FROM {schema}.invalid_payloads($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.is_resolved($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.position_at($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.redrive($1, $2, $3, $4)

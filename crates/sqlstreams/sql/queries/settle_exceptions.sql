@@ -1,0 +1,1 @@
+SELECT {schema}.settle_exceptions($1, $2, $3, $4, $5, $6, $7)

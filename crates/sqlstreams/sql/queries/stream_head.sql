@@ -1,0 +1,1 @@
+SELECT {schema}.stream_head($1)

@@ -1,0 +1,204 @@
+//! The client: a pool of connections to one installation.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::Duration;
+
+use deadpool_postgres::{ManagerConfig, Object, Pool, RecyclingMethod, Runtime};
+use tokio_postgres::Row;
+use tokio_postgres::types::ToSql;
+
+use crate::connect::{Connector, Dsn};
+use crate::error::{Error, ErrorKind, Result};
+use crate::migrate::{self, MigrationReport};
+use crate::payload::Json;
+use crate::queries::{Queries, Query};
+use crate::schema::Schema;
+use crate::stream::{StreamBuilder, StreamInfo};
+
+/// A connection to an installation of SQLStreams: a schema in a PostgreSQL database.
+///
+/// Cheap to clone; clones share one pool. Connections are opened when they are needed and reopened when they break.
+///
+/// ```no_run
+/// # async fn f() -> sqlstreams::Result<()> {
+/// let client = sqlstreams::Client::connect("postgres://app@localhost/shop").await?;
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Client {
+    pub(crate) inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Inner {
+    pool: Pool,
+    pub(crate) schema: Schema,
+    pub(crate) queries: Queries,
+}
+
+/// Settings of a [`Client`], from [`Client::builder`].
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct ClientBuilder {
+    url: String,
+    schema: String,
+    pool_size: usize,
+    migrate: bool,
+}
+
+impl Client {
+    /// Connects with the default settings and installs the schema if it is not there.
+    ///
+    /// `url` is a connection string as `psql` takes it, `postgres://…` or `host=… dbname=…`; what it leaves out comes from
+    /// the `PG*` variables.
+    ///
+    /// # Errors
+    /// The string makes no sense, the database cannot be reached, is read-only or too old, or lacks privileges.
+    pub async fn connect(url: &str) -> Result<Self> {
+        Self::builder(url).connect().await
+    }
+
+    /// Starts from the default settings.
+    pub fn builder(url: &str) -> ClientBuilder {
+        ClientBuilder {
+            url: url.to_owned(),
+            schema: Schema::DEFAULT.to_owned(),
+            pool_size: 8,
+            migrate: true,
+        }
+    }
+
+    /// A stream of JSON messages of type `T` by its name; see [`StreamBuilder`]. Nothing is sent yet.
+    pub fn stream<T>(&self, name: impl Into<String>) -> StreamBuilder<T, Json> {
+        StreamBuilder::new(self.clone(), name.into(), PhantomData)
+    }
+
+    /// All streams, by name.
+    ///
+    /// # Errors
+    /// The database cannot be reached or the schema is not installed.
+    pub async fn streams(&self) -> Result<Vec<StreamInfo>> {
+        let rows = self
+            .query(&self.inner.queries.list_streams, &[&None::<&str>], "list the streams")
+            .await?;
+        rows.iter().map(StreamInfo::from_row).collect()
+    }
+
+    /// Installs the schema, or brings it to this crate's version. Safe to call from any number of processes at once.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect), and [`SchemaMismatch`](ErrorKind::SchemaMismatch) when the schema is newer.
+    pub async fn migrate(&self) -> Result<MigrationReport> {
+        let mut connection = self.connection("install the schema").await?;
+        migrate::migrate(&mut connection, &self.inner.schema).await
+    }
+
+    /// The schema's name, unquoted.
+    pub fn schema(&self) -> &str {
+        self.inner.schema.name()
+    }
+
+    /// A connection from the pool; `doing` is for the error.
+    pub(crate) async fn connection(&self, doing: &str) -> Result<Object> {
+        self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing))
+    }
+
+    /// One statement in a transaction of its own.
+    pub(crate) async fn query(
+        &self,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Vec<Row>> {
+        let connection = self.connection(doing).await?;
+        run(&connection, query, params).await.map_err(|e| Error::from_driver(e, doing))
+    }
+
+    /// A statement that returns exactly one row.
+    pub(crate) async fn query_one(
+        &self,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Row> {
+        let mut rows = self.query(query, params, doing).await?;
+        match (rows.pop(), rows.is_empty()) {
+            (Some(row), true) => Ok(row),
+            _ => Err(Error::new(
+                ErrorKind::Database,
+                format!("could not {doing}: not exactly one row came back"),
+            )),
+        }
+    }
+}
+
+/// Sends a statement as one unnamed message, with the types it was written for.
+pub(crate) async fn run(
+    connection: &tokio_postgres::Client,
+    query: &Query,
+    params: &[&(dyn ToSql + Sync)],
+) -> Result<Vec<Row>, tokio_postgres::Error> {
+    debug_assert_eq!(params.len(), query.types.len(), "{}", query.sql);
+    let typed: Vec<_> = params.iter().copied().zip(query.types.iter().cloned()).collect();
+    connection.query_typed(&query.sql, &typed).await
+}
+
+impl ClientBuilder {
+    /// The schema that holds the installation. Default: `sqlstreams`.
+    pub fn schema(mut self, name: impl Into<String>) -> Self {
+        self.schema = name.into();
+        self
+    }
+
+    /// The most connections that are open at once, at least 2. Default: 8.
+    pub fn pool_size(mut self, connections: usize) -> Self {
+        self.pool_size = connections;
+        self
+    }
+
+    /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes.
+    pub fn migrate(mut self, migrate: bool) -> Self {
+        self.migrate = migrate;
+        self
+    }
+
+    /// Connects.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub async fn connect(self) -> Result<Client> {
+        let schema = Schema::new(&self.schema)?;
+        if self.pool_size < 2 {
+            return Err(Error::new(
+                ErrorKind::InvalidConfig,
+                format!("a pool of {} connections is too small", self.pool_size),
+            )
+            .with_hint("Give the client at least 2."));
+        }
+        let invalid = |e: crate::connect::DsnError| {
+            Error::new(ErrorKind::InvalidConfig, e.to_string()).with_source(e)
+        };
+        let dsn = Dsn::parse(&self.url).map_err(invalid)?;
+        let manager = Connector::new(&dsn)
+            .map_err(invalid)?
+            .manager(ManagerConfig { recycling_method: RecyclingMethod::Fast });
+        let pool = Pool::builder(manager)
+            .max_size(self.pool_size)
+            .runtime(Runtime::Tokio1)
+            .wait_timeout(Some(Duration::from_secs(30)))
+            .build()
+            .map_err(|e| {
+                Error::new(ErrorKind::InvalidConfig, "the pool cannot be built").with_source(e)
+            })?;
+        let queries = Queries::new(&schema);
+        let client = Client { inner: Arc::new(Inner { pool, schema, queries }) };
+        if self.migrate {
+            client.migrate().await?;
+        } else {
+            let connection = client.connection("look at the schema").await?;
+            migrate::check(&connection, &client.inner.schema).await?;
+        }
+        Ok(client)
+    }
+}

@@ -1,0 +1,111 @@
+//! How much a consumer holds: about what it finishes in a second, so that a slow handler leaves the rest to others and a
+//! fast one moves thousands per round trip.
+
+use std::time::{Duration, Instant};
+
+/// The most messages held, whatever the speed.
+const MOST_MESSAGES: usize = 20_000;
+/// About the most payload held, in bytes.
+const MOST_BYTES: usize = 64 * 1024 * 1024;
+/// How often the target is reckoned anew.
+const PERIOD: Duration = Duration::from_millis(200);
+
+/// The number of messages to hold, adapted to what is finished.
+#[derive(Debug)]
+pub(crate) struct Pace {
+    target: usize,
+    least: usize,
+    finished: usize,
+    since: Instant,
+    /// Whether the workers ran dry since the last reckoning: only then can more be of use.
+    starved: bool,
+    message_bytes: f64,
+}
+
+impl Pace {
+    pub(crate) fn new(concurrency: usize, now: Instant) -> Self {
+        Self {
+            target: concurrency.clamp(1, MOST_MESSAGES),
+            least: concurrency,
+            finished: 0,
+            since: now,
+            starved: false,
+            message_bytes: 1024.0,
+        }
+    }
+
+    /// Messages came in, with so many bytes of payload.
+    pub(crate) fn received(&mut self, messages: usize, bytes: usize) {
+        if messages > 0 {
+            self.message_bytes += (bytes as f64 / messages as f64 - self.message_bytes) * 0.3;
+        }
+    }
+
+    /// Messages were finished; `idle`: workers had nothing left to do.
+    pub(crate) fn finished(&mut self, messages: usize, idle: bool, now: Instant) {
+        self.finished += messages;
+        self.starved |= idle;
+        let elapsed = now.saturating_duration_since(self.since);
+        if elapsed < PERIOD && !self.starved {
+            return;
+        }
+        let rate = self.finished as f64 / elapsed.as_secs_f64().max(0.001);
+        if self.starved && self.finished >= self.target / 2 {
+            self.target *= 2;
+        } else if !self.starved && elapsed >= PERIOD {
+            // Towards a second's work.
+            self.target = (self.target + rate as usize) / 2;
+        }
+        let fitting = (MOST_BYTES as f64 / self.message_bytes.max(1.0)) as usize;
+        self.target = self.target.max(self.least).min(MOST_MESSAGES.min(fitting).max(1));
+        (self.finished, self.since, self.starved) = (0, now, false);
+    }
+
+    /// How many to claim while `held` are held: nothing until half of the target is free.
+    pub(crate) fn room(&self, held: usize) -> usize {
+        let free = self.target.saturating_sub(held);
+        if free * 2 >= self.target { free } else { 0 }
+    }
+
+    /// About the most bytes to fetch at once.
+    pub(crate) fn fetch_bytes(&self) -> i64 {
+        (MOST_BYTES / 8) as i64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slow_handler_holds_no_more_than_it_runs() {
+        let start = Instant::now();
+        let mut pace = Pace::new(16, start);
+        for second in 1..20 {
+            pace.finished(16, false, start + Duration::from_secs(second));
+        }
+        assert_eq!(pace.room(0), 16);
+        assert_eq!(pace.room(9), 0);
+    }
+
+    #[test]
+    fn a_fast_handler_soon_holds_thousands() {
+        let start = Instant::now();
+        let mut pace = Pace::new(16, start);
+        for round in 1..20 {
+            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+        }
+        assert_eq!(pace.room(0), MOST_MESSAGES);
+    }
+
+    #[test]
+    fn large_payloads_bound_it() {
+        let start = Instant::now();
+        let mut pace = Pace::new(4, start);
+        for round in 1..40 {
+            pace.received(10, 10 * 16 * 1024 * 1024);
+            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+        }
+        assert_eq!(pace.room(0), 4);
+    }
+}

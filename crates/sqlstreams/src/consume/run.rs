@@ -1,0 +1,446 @@
+//! The coordinator: decides what to ask the server next, and tells it what became of what it gave.
+//!
+//! One call at a time, in the order of [`Coordinator::step`]; between calls it waits for handlers to finish, for the next
+//! poll or for the next heartbeat, whichever comes first.
+
+use std::future::Future;
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::sync::mpsc;
+use uuid::Uuid;
+
+use super::held::{Held, Source};
+use super::pace::Pace;
+use super::protocol::{Protocol, Seen};
+use super::workers::{Finished, Job, Workers};
+use super::{Consumed, Settings};
+use crate::error::{Error, ErrorKind, Result};
+use crate::message::{Message, RawMessage};
+use crate::outcome::{IntoOutcome, Verdict};
+use crate::payload::Codec;
+
+/// The pause between two polls of an idle group, growing from the first to the second.
+const POLL: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
+/// How often a busy consumer looks for exceptions that have come due.
+const BUSY_POLL: Duration = Duration::from_millis(100);
+/// The pause after a failed call, growing from the first to the second.
+const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// The most exceptions claimed at once.
+const MOST_EXCEPTIONS: usize = 500;
+/// How often exceptions are looked for without a lower bound on their due time; see `claim_exceptions`.
+const UNBOUNDED: Duration = Duration::from_secs(5);
+
+pub(super) async fn run<T, C, H, F>(
+    protocol: Protocol,
+    settings: Settings,
+    handler: H,
+    until_caught_up: bool,
+) -> Result<Consumed>
+where
+    T: Send + 'static,
+    C: Codec<T>,
+    H: Fn(Message<T>) -> F + Send + Sync + 'static,
+    F: Future<Output: IntoOutcome> + Send + 'static,
+{
+    let now = Instant::now();
+    let goal = if until_caught_up { Some(protocol.head().await?) } else { None };
+    let (workers, results) =
+        Workers::start::<T, C, H, F>(settings.concurrency, settings.timeout, handler);
+    let mut coordinator = Coordinator {
+        protocol,
+        pace: Pace::new(settings.concurrency, now),
+        settings,
+        workers,
+        results,
+        held: Held::default(),
+        running: 0,
+        consumed: Consumed::default(),
+        seen: Seen { fresh: true, lapsed: true, due: true, suspect: true },
+        exceptions_next: true,
+        due_from: DueFrom { bound: None, unbounded_at: now },
+        next_poll: now,
+        poll_pause: POLL.0,
+        // Until the server says otherwise.
+        lease_duration: Duration::from_secs(1),
+        next_heartbeat: now,
+    };
+    let worked = coordinator.work(goal).await;
+    let stopped = coordinator.stop().await;
+    worked?;
+    stopped?;
+    Ok(coordinator.consumed)
+}
+
+struct Coordinator {
+    protocol: Protocol,
+    settings: Settings,
+    workers: Workers,
+    results: mpsc::UnboundedReceiver<Finished>,
+    held: Held,
+    pace: Pace,
+    /// Jobs that are queued or run.
+    running: usize,
+    consumed: Consumed,
+    /// What may be there to claim, as far as is known.
+    seen: Seen,
+    /// Exceptions and the log take turns.
+    exceptions_next: bool,
+    due_from: DueFrom,
+    next_poll: Instant,
+    poll_pause: Duration,
+    lease_duration: Duration,
+    next_heartbeat: Instant,
+}
+
+/// The lower bound for looking at due exceptions.
+struct DueFrom {
+    bound: Option<SystemTime>,
+    unbounded_at: Instant,
+}
+
+impl Coordinator {
+    /// Works until stopped, or until everything up to `goal` is resolved.
+    async fn work(&mut self, goal: Option<i64>) -> Result<()> {
+        let mut trouble = TROUBLE.0;
+        loop {
+            while let Ok(finished) = self.results.try_recv() {
+                self.absorb(finished);
+            }
+            if self.settings.stop.is_cancelled() {
+                return Ok(());
+            }
+            if self.workers.has_dead() {
+                return Err(Error::new(ErrorKind::Closed, "a worker task has ended"));
+            }
+            let result = match self.step().await {
+                Ok(false) => self.is_caught_up(goal).await,
+                Ok(true) => {
+                    trouble = TROUBLE.0;
+                    continue;
+                }
+                Err(error) => Err(error),
+            };
+            match result {
+                Ok(true) => return Ok(()),
+                Ok(false) => self.wait().await,
+                Err(error) if error.is_retryable() => {
+                    tracing::warn!(
+                        stream = self.protocol.stream.name,
+                        error = &error as &dyn std::error::Error,
+                        "a consumer's call failed; trying again in {trouble:?}"
+                    );
+                    self.pause(jittered(trouble)).await;
+                    trouble = (trouble * 2).min(TROUBLE.1);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Makes the most urgent call, if any is to be made; says whether it made one.
+    async fn step(&mut self) -> Result<bool> {
+        let now = Instant::now();
+        if now >= self.next_heartbeat && !self.held.is_empty() {
+            self.heartbeat().await?;
+            return Ok(true);
+        }
+        if !self.held.settled().is_empty() {
+            self.settle_exceptions().await?;
+            return Ok(true);
+        }
+        let room = self.pace.room(self.held.messages());
+        if room > 0 {
+            if let Some((token, after)) = self.held.unfetched() {
+                let page =
+                    self.protocol.fetch(token, after, room as i64, self.pace.fetch_bytes()).await?;
+                self.received(Source::Lease(token), page.messages, page.more);
+                return Ok(true);
+            }
+        }
+        if self.seen.suspect && !self.held.has_suspect() {
+            self.claim_exceptions(1, true).await?;
+            return Ok(true);
+        }
+        let log = self.seen.fresh || self.seen.lapsed;
+        if room > 0 && self.seen.due && (self.exceptions_next || !log) {
+            self.claim_exceptions(room.min(MOST_EXCEPTIONS), false).await?;
+            return Ok(true);
+        }
+        if self.held.has_news() || room > 0 && log {
+            self.advance(if log { room } else { 0 }).await?;
+            return Ok(true);
+        }
+        if room > 0 && now >= self.next_poll {
+            self.seen = self.protocol.poll(self.due_from.now()).await?;
+            let anything = self.seen != Seen::default();
+            self.next_poll =
+                Instant::now() + if anything { BUSY_POLL } else { jittered(self.poll_pause) };
+            self.poll_pause = (self.poll_pause * 3 / 2).min(POLL.1);
+            return Ok(anything);
+        }
+        Ok(false)
+    }
+
+    async fn advance(&mut self, limit: usize) -> Result<()> {
+        let reports = self.held.reports(false);
+        let advanced =
+            self.protocol.advance(&reports, limit as i64, self.pace.fetch_bytes()).await?;
+        self.exceptions_next = true;
+        self.lease_duration = advanced.lease_duration;
+        let lost = self.held.reported(&reports, &advanced.lost);
+        self.give_up(lost);
+        let now = Instant::now();
+        match advanced.claimed {
+            Some(claimed) => {
+                self.poll_pause = POLL.0;
+                let token = claimed.token;
+                // Short of what was asked for: that may have been all. Ask again by a poll, which locks nothing.
+                let short = claimed
+                    .pending
+                    .last()
+                    .zip(claimed.pending.first())
+                    .is_none_or(|(last, first)| last - first + 1 < limit as i64);
+                if short {
+                    self.seen.fresh = false;
+                    self.next_poll = now;
+                }
+                self.held_more(now);
+                self.held.claimed(claimed);
+                self.received(Source::Lease(token), advanced.page.messages, advanced.page.more);
+            }
+            None if limit > 0 => {
+                (self.seen.fresh, self.seen.lapsed) = (false, false);
+                self.next_poll = now + jittered(self.poll_pause);
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    async fn claim_exceptions(&mut self, limit: usize, suspect: bool) -> Result<()> {
+        let token = Uuid::new_v4();
+        // Suspects are few, and may have waited for long.
+        let due_from = if suspect { None } else { self.due_from.now() };
+        let claimed =
+            self.protocol.claim_exceptions(token, limit as i64, suspect, due_from).await?;
+        self.exceptions_next = false;
+        if suspect {
+            self.seen.suspect = false;
+        } else {
+            self.seen.due = claimed.messages.len() == limit;
+            self.due_from.claimed(claimed.earliest_due);
+        }
+        if claimed.messages.is_empty() {
+            return Ok(());
+        }
+        self.poll_pause = POLL.0;
+        self.lease_duration = claimed.lease_duration;
+        self.held_more(Instant::now());
+        self.held.claimed_exceptions(token, claimed.messages.iter().map(|m| m.id), suspect);
+        self.received(Source::Exception(token), claimed.messages, false);
+        Ok(())
+    }
+
+    async fn settle_exceptions(&mut self) -> Result<()> {
+        let count = self.held.settled().len();
+        let lost = self.protocol.settle_exceptions(self.held.settled()).await?;
+        self.held.settled_reported(count);
+        if !lost.is_empty() {
+            tracing::warn!(stream = self.protocol.stream.name, messages = ?lost, "leases were lost before these exceptions were settled; they will be tried again");
+        }
+        Ok(())
+    }
+
+    /// Keeps everything that is held for another while, and tells what of it is finished.
+    async fn heartbeat(&mut self) -> Result<()> {
+        if self.held.has_leases() {
+            let mut reports = self.held.reports(true);
+            // Failures go with `advance`.
+            reports.iter_mut().for_each(|report| report.failed.clear());
+            let extended = self.protocol.extend(&reports).await?;
+            let lost: Vec<Uuid> =
+                extended.iter().filter(|(_, seq)| seq.is_none()).map(|(token, _)| *token).collect();
+            for (token, seq) in &extended {
+                seq.into_iter().for_each(|seq| self.held.moved(*token, *seq));
+            }
+            let lost = self.held.reported(&reports, &lost);
+            self.give_up(lost);
+        }
+        let exceptions = self.held.exceptions();
+        if !exceptions.is_empty() {
+            let lost = self.protocol.extend_exceptions(&exceptions).await?;
+            self.held.lost_exceptions(&lost);
+            self.give_up(lost.len());
+        }
+        self.next_heartbeat = Instant::now() + self.lease_duration / 3;
+        Ok(())
+    }
+
+    /// Hands messages to the workers.
+    fn received(&mut self, source: Source, messages: Vec<RawMessage>, more: bool) {
+        if let Source::Lease(token) = source {
+            self.held.fetched(token, messages.iter().map(|m| m.id), more);
+        }
+        self.pace.received(messages.len(), messages.iter().map(|m| m.payload.len()).sum());
+        self.running += messages.len();
+        self.workers.push(messages.into_iter().map(|message| Job { source, message }));
+    }
+
+    /// A handler has ended.
+    fn absorb(&mut self, finished: Finished) {
+        self.running -= 1;
+        let Finished { source, id, verdict } = finished;
+        if self.held.holds(source, id) {
+            self.count(&verdict);
+        }
+        self.held.finished(source, id, verdict);
+        self.pace.finished(1, self.workers.waiting() == 0, Instant::now());
+    }
+
+    fn count(&mut self, verdict: &Verdict) {
+        let counter = match verdict.outcome {
+            "ok" => &mut self.consumed.handled,
+            "retry" => &mut self.consumed.retried,
+            "dead" => &mut self.consumed.dead,
+            _ => &mut self.consumed.delayed,
+        };
+        *counter += 1;
+    }
+
+    /// Something new is held: the heartbeat may have to come sooner than it was due.
+    fn held_more(&mut self, now: Instant) {
+        let latest = now + self.lease_duration / 3;
+        if self.held.is_empty() || self.next_heartbeat > latest {
+            self.next_heartbeat = latest;
+        }
+    }
+
+    /// Leases were lost: what of them has not started shall not.
+    fn give_up(&mut self, lost: usize) {
+        if lost == 0 {
+            return;
+        }
+        tracing::warn!(
+            stream = self.protocol.stream.name,
+            lost,
+            "leases were lost: another consumer handles what was left of them"
+        );
+        let held = &self.held;
+        self.running -= self.workers.retain(|job| held.holds(job.source, job.message.id));
+    }
+
+    async fn is_caught_up(&mut self, goal: Option<i64>) -> Result<bool> {
+        match goal {
+            Some(goal) if self.held.is_empty() && self.seen == Seen::default() => {
+                self.protocol.is_resolved(goal).await
+            }
+            _ => Ok(false),
+        }
+    }
+
+    /// Waits for whatever comes first.
+    async fn wait(&mut self) {
+        let mut until = Instant::now() + POLL.1;
+        if !self.held.is_empty() {
+            until = until.min(self.next_heartbeat);
+        }
+        if self.pace.room(self.held.messages()) > 0 {
+            until = until.min(self.next_poll);
+        }
+        tokio::select! {
+            biased;
+            () = self.settings.stop.cancelled() => {}
+            Some(finished) = self.results.recv() => self.absorb(finished),
+            () = tokio::time::sleep_until(until.into()) => {}
+        }
+    }
+
+    /// Waits out trouble; handlers go on meanwhile.
+    async fn pause(&mut self, pause: Duration) {
+        tokio::select! {
+            () = self.settings.stop.cancelled() => {}
+            () = tokio::time::sleep(pause) => {}
+        }
+    }
+
+    /// Lets running handlers finish, then hands back what is left.
+    async fn stop(&mut self) -> Result<()> {
+        self.running -= self.workers.retain(|_| false);
+        let deadline = Instant::now() + self.settings.shutdown_timeout;
+        while self.running > 0 && Instant::now() < deadline {
+            if Instant::now() >= self.next_heartbeat {
+                if let Err(error) = self.heartbeat().await {
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        "a heartbeat failed while stopping"
+                    );
+                    self.next_heartbeat = Instant::now() + TROUBLE.0;
+                }
+            }
+            tokio::select! {
+                Some(finished) = self.results.recv() => self.absorb(finished),
+                () = tokio::time::sleep_until(deadline.min(self.next_heartbeat).into()) => {}
+            }
+        }
+        if self.running > 0 {
+            tracing::warn!(
+                stream = self.protocol.stream.name,
+                handlers = self.running,
+                "handlers did not finish in time; their messages are handed back"
+            );
+        }
+        self.workers.abort().await;
+        let mut tries = 0;
+        loop {
+            match self.hand_back().await {
+                Err(error) if error.is_retryable() && tries < 3 => {
+                    tries += 1;
+                    tokio::time::sleep(jittered(TROUBLE.0 * 2)).await;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    async fn hand_back(&mut self) -> Result<()> {
+        if !self.held.settled().is_empty() {
+            self.settle_exceptions().await?;
+        }
+        if self.held.has_news() {
+            self.advance(0).await?;
+        }
+        if self.held.has_leases() {
+            let reports = self.held.reports(true);
+            self.protocol.release(&reports).await?;
+            let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
+            self.held.reported(&reports, &tokens);
+        }
+        let exceptions = self.held.exceptions();
+        if !exceptions.is_empty() {
+            self.protocol.release_exceptions(&exceptions).await?;
+            self.held.lost_exceptions(&exceptions.iter().map(|(_, id)| *id).collect::<Vec<_>>());
+        }
+        Ok(())
+    }
+}
+
+impl DueFrom {
+    /// The bound to use now: none every few seconds.
+    fn now(&mut self) -> Option<SystemTime> {
+        if self.unbounded_at.elapsed() >= UNBOUNDED {
+            *self = Self { bound: None, unbounded_at: Instant::now() };
+        }
+        self.bound
+    }
+
+    fn claimed(&mut self, earliest_due: Option<SystemTime>) {
+        if let Some(due) = earliest_due {
+            self.bound = due.checked_sub(Duration::from_secs(1));
+        }
+    }
+}
+
+/// Between half and all of it, so that many consumers do not march in step.
+fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
+}

@@ -1,0 +1,260 @@
+//! The one error type of the crate.
+
+use std::error::Error as StdError;
+use std::fmt;
+
+use tokio_postgres::error::SqlState;
+
+type Source = Box<dyn StdError + Send + Sync>;
+
+/// What went wrong, as far as a program may want to tell cases apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// A connection string, option or setting makes no sense.
+    InvalidConfig,
+    /// The database cannot be reached, or the connection broke.
+    Connection,
+    /// A send was under way when the connection broke: the messages may or may not have been stored.
+    CommitUnknown,
+    /// The server is read-only: a standby, or a database set to read-only.
+    ReadOnly,
+    /// The server is older than PostgreSQL 15 or stores text in another encoding than UTF-8.
+    UnsupportedServer,
+    /// The role lacks a privilege.
+    PermissionDenied,
+    /// The schema is not installed.
+    SchemaMissing,
+    /// The schema was installed by another version of SQLStreams than this one understands.
+    SchemaMismatch,
+    /// No stream has that name.
+    UnknownStream,
+    /// The stream has no consumer group of that name.
+    UnknownGroup,
+    /// A stream of that name exists already.
+    StreamExists,
+    /// The stream has a consumer group of that name already.
+    GroupExists,
+    /// A name is empty, longer than 200 bytes or holds a NUL.
+    InvalidName,
+    /// Some other argument is out of its range.
+    InvalidArgument,
+    /// A payload, key, routing key or header that the stream cannot store.
+    InvalidMessage,
+    /// A payload above [`MAX_PAYLOAD_BYTES`](crate::MAX_PAYLOAD_BYTES).
+    TooLarge,
+    /// The caller's transaction is not READ COMMITTED.
+    WrongIsolation,
+    /// The producer or consumer was closed.
+    Closed,
+    /// Anything else that PostgreSQL reported.
+    Database,
+}
+
+impl ErrorKind {
+    /// A stable code for logs, scripts and metrics.
+    pub fn code(self) -> &'static str {
+        match self {
+            Self::InvalidConfig => "invalid_config",
+            Self::Connection => "connection",
+            Self::CommitUnknown => "commit_unknown",
+            Self::ReadOnly => "read_only",
+            Self::UnsupportedServer => "unsupported_server",
+            Self::PermissionDenied => "permission_denied",
+            Self::SchemaMissing => "schema_missing",
+            Self::SchemaMismatch => "schema_mismatch",
+            Self::UnknownStream => "unknown_stream",
+            Self::UnknownGroup => "unknown_group",
+            Self::StreamExists => "stream_exists",
+            Self::GroupExists => "group_exists",
+            Self::InvalidName => "invalid_name",
+            Self::InvalidArgument => "invalid_argument",
+            Self::InvalidMessage => "invalid_message",
+            Self::TooLarge => "too_large",
+            Self::WrongIsolation => "wrong_isolation",
+            Self::Closed => "closed",
+            Self::Database => "database",
+        }
+    }
+}
+
+/// An error of this crate: what happened ([`Display`](fmt::Display)), what to do next ([`hint`](Self::hint)), a stable
+/// [`code`](Self::code), and the cause as [`source`](StdError::source).
+///
+/// `Display` never repeats the source, so that error reporters which print the chain say everything once.
+pub struct Error(Box<Inner>);
+
+struct Inner {
+    kind: ErrorKind,
+    message: String,
+    hint: Option<String>,
+    /// For a refused batch: which of its messages was at fault.
+    place: Option<usize>,
+    source: Option<Source>,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self(Box::new(Inner {
+            kind,
+            message: message.into(),
+            hint: None,
+            place: None,
+            source: None,
+        }))
+    }
+
+    pub(crate) fn with_hint(mut self, hint: impl Into<String>) -> Self {
+        self.0.hint = Some(hint.into());
+        self
+    }
+
+    pub(crate) fn with_source(mut self, source: impl Into<Source>) -> Self {
+        self.0.source = Some(source.into());
+        self
+    }
+
+    pub(crate) fn at_place(mut self, place: usize) -> Self {
+        self.0.place = Some(place);
+        self
+    }
+
+    /// What went wrong, for matching.
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The stable code of [`kind`](Self::kind).
+    pub fn code(&self) -> &'static str {
+        self.0.kind.code()
+    }
+
+    /// What to do next, where that can be said.
+    pub fn hint(&self) -> Option<&str> {
+        self.0.hint.as_deref()
+    }
+
+    /// For a refused batch: the place of the message at fault, counted from 0.
+    pub fn place(&self) -> Option<usize> {
+        self.0.place
+    }
+
+    /// Whether the same call may succeed later without any change: the connection broke, or the server was busy.
+    pub fn is_retryable(&self) -> bool {
+        match self.0.kind {
+            ErrorKind::Connection | ErrorKind::ReadOnly => true,
+            ErrorKind::Database => self.sql_state().is_some_and(|s| {
+                // transaction rollback (40…), insufficient resources (53…), operator intervention (57…), lock not available
+                ["40", "53", "57"].iter().any(|class| s.starts_with(class))
+                    || s == SqlState::LOCK_NOT_AVAILABLE.code()
+            }),
+            _ => false,
+        }
+    }
+
+    /// The SQLSTATE, when the error came from PostgreSQL.
+    pub fn sql_state(&self) -> Option<&str> {
+        let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;
+        source.code().map(SqlState::code)
+    }
+
+    /// An error of the driver, translated: `doing` says what was being done, as in "create the stream".
+    pub(crate) fn from_driver(error: tokio_postgres::Error, doing: &str) -> Self {
+        let Some(db) = error.as_db_error() else {
+            return match error.is_closed()
+                || error.source().is_some_and(|s| s.is::<std::io::Error>())
+            {
+                true => Self::new(
+                    ErrorKind::Connection,
+                    format!("the connection broke while trying to {doing}"),
+                ),
+                false => Self::new(ErrorKind::Database, format!("could not {doing}")),
+            }
+            .with_source(error);
+        };
+        let code = db.code();
+        let kind = match code.code() {
+            "SQ001" => ErrorKind::UnknownStream,
+            "SQ002" => ErrorKind::UnknownGroup,
+            "SQ003" => ErrorKind::WrongIsolation,
+            "SQ004" => ErrorKind::InvalidArgument,
+            "SQ005" => ErrorKind::StreamExists,
+            "SQ006" => ErrorKind::GroupExists,
+            "25006" => ErrorKind::ReadOnly,
+            "42501" => ErrorKind::PermissionDenied,
+            // A table or function of ours is not there.
+            "3F000" | "42P01" | "42883" => ErrorKind::SchemaMissing,
+            "22P02" | "22P05" | "22021" | "22023" | "23514" | "22032" => ErrorKind::InvalidMessage,
+            // Connection trouble and shutdown, also as told by the server before it hangs up.
+            c if c.starts_with("08") || c.starts_with("57P") => ErrorKind::Connection,
+            c if c.starts_with("28") || c == "3D000" => ErrorKind::Connection,
+            _ => ErrorKind::Database,
+        };
+        let ours = code.code().starts_with("SQ");
+        let message = if ours {
+            db.message().to_owned()
+        } else {
+            format!("could not {doing}: {}", db.message())
+        };
+        let hint = db.hint().map(str::to_owned).or_else(|| {
+            Some(
+                match kind {
+                    ErrorKind::ReadOnly => "Connect to the primary: a standby or read-only database takes no messages.",
+                    ErrorKind::PermissionDenied => "Ask the owner of the schema for the privilege, or connect with another role.",
+                    ErrorKind::SchemaMissing => "Run `sqlstreams migrate`, or check the schema name.",
+                    _ => return None,
+                }
+                .to_owned(),
+            )
+        });
+        let error = Self::new(kind, message).with_source(error);
+        match hint {
+            Some(hint) => error.with_hint(hint),
+            None => error,
+        }
+    }
+
+    /// An error of the connection pool.
+    pub(crate) fn from_pool(error: deadpool_postgres::PoolError, doing: &str) -> Self {
+        match error {
+            deadpool_postgres::PoolError::Backend(error) => {
+                let translated = Self::from_driver(error, doing);
+                match translated.kind() {
+                    // Whatever fails while connecting is trouble with the connection.
+                    ErrorKind::Database => Self(Box::new(Inner { kind: ErrorKind::Connection, ..*translated.0 })),
+                    _ => translated,
+                }
+            }
+            deadpool_postgres::PoolError::Closed => Self::new(ErrorKind::Closed, "the client was closed"),
+            other => Self::new(ErrorKind::Connection, format!("no connection to the database in time to {doing}"))
+                .with_hint("The pool is exhausted or the database does not answer; raise pool_size or look at the server.")
+                .with_source(other),
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.message)
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Error")
+            .field("code", &self.code())
+            .field("message", &self.0.message)
+            .field("hint", &self.0.hint)
+            .field("source", &self.0.source)
+            .finish()
+    }
+}
+
+impl StdError for Error {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        self.0.source.as_deref().map(|s| s as &(dyn StdError + 'static))
+    }
+}
+
+/// The crate's result type.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

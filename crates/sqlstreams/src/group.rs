@@ -1,0 +1,391 @@
+//! Consumer groups: creating, finding, describing and dropping them.
+
+use std::time::{Duration, SystemTime};
+
+use tokio_postgres::types::ToSql;
+
+use crate::consume::ConsumerBuilder;
+use crate::error::{Error, ErrorKind, Result};
+use crate::name::{check_name, shorten};
+use crate::payload::{Codec, Json};
+use crate::stream::{Stream, existing};
+
+/// Where a new group starts to read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Start {
+    /// With the first message that is still in the log. The default.
+    #[default]
+    Beginning,
+    /// With what is produced from now on.
+    Latest,
+    /// With this id.
+    Id(i64),
+    /// With the first message produced at or after this time, by the database's clock.
+    Time(SystemTime),
+}
+
+/// How often and when a group tries again what failed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct RetryPolicy {
+    /// After so many failed attempts a message is dead. At least 1. Default: 5.
+    pub max_attempts: u32,
+    /// The bound of the delay before the second attempt. Default: 1 s.
+    pub backoff_base: Duration,
+    /// By how much the bound grows from attempt to attempt, 1 to 1000. Default: 2.
+    pub backoff_factor: f64,
+    /// What the bound never exceeds. Default: 5 min.
+    pub backoff_cap: Duration,
+}
+
+impl Default for RetryPolicy {
+    fn default() -> Self {
+        Self {
+            max_attempts: 5,
+            backoff_base: Duration::from_secs(1),
+            backoff_factor: 2.0,
+            backoff_cap: Duration::from_secs(300),
+        }
+    }
+}
+
+impl RetryPolicy {
+    /// The default policy with other attempts.
+    pub fn attempts(max_attempts: u32) -> Self {
+        Self { max_attempts, ..Self::default() }
+    }
+
+    /// The delay before the next attempt is drawn evenly from 0 to a bound: `base`, then `factor` times as much with every
+    /// attempt, at most `cap`.
+    #[must_use]
+    pub fn backoff(mut self, base: Duration, factor: f64, cap: Duration) -> Self {
+        (self.backoff_base, self.backoff_factor, self.backoff_cap) = (base, factor, cap);
+        self
+    }
+}
+
+/// A consumer group of a stream. From [`GroupBuilder`].
+pub struct Group<T, C = Json> {
+    pub(crate) stream: Stream<T, C>,
+    pub(crate) id: i64,
+    pub(crate) name: String,
+}
+
+impl<T, C> Clone for Group<T, C> {
+    fn clone(&self) -> Self {
+        Self { stream: self.stream.clone(), id: self.id, name: self.name.clone() }
+    }
+}
+
+impl<T, C> std::fmt::Debug for Group<T, C> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Group")
+            .field("stream", &self.stream)
+            .field("id", &self.id)
+            .field("name", &self.name)
+            .finish()
+    }
+}
+
+/// A group that is to be opened or created; from [`Stream::group`].
+#[must_use]
+pub struct GroupBuilder<T, C = Json> {
+    stream: Stream<T, C>,
+    name: String,
+    start: Start,
+    retry: Option<RetryPolicy>,
+    lease: Option<Duration>,
+}
+
+impl<T, C> Clone for GroupBuilder<T, C> {
+    fn clone(&self) -> Self {
+        Self {
+            stream: self.stream.clone(),
+            name: self.name.clone(),
+            start: self.start,
+            retry: self.retry,
+            lease: self.lease,
+        }
+    }
+}
+
+/// Where a group stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GroupStatus {
+    /// The stream's name.
+    pub stream: String,
+    /// The group's name.
+    pub group: String,
+    /// Every id up to here was handed out.
+    pub claimed: i64,
+    /// Every id up to here is done or has become an exception.
+    pub resolved: i64,
+    /// The last id drawn in the stream.
+    pub head: i64,
+    /// How many ids there are beyond `claimed`: an upper bound of the messages that wait.
+    pub lag: i64,
+    /// Leases that are open.
+    pub open_leases: i64,
+    /// Exceptions that wait for their next attempt.
+    pub ready: i64,
+    /// Exceptions that are being tried.
+    pub inflight: i64,
+    /// Dead letters.
+    pub dead: i64,
+}
+
+impl<T, C> GroupBuilder<T, C> {
+    pub(crate) fn new(stream: Stream<T, C>, name: String) -> Self {
+        Self { stream, name, start: Start::default(), retry: None, lease: None }
+    }
+
+    /// Where a new group starts; an existing one stays where it is. Default: the beginning.
+    pub fn start(mut self, start: Start) -> Self {
+        self.start = start;
+        self
+    }
+
+    /// How failures are tried again. An existing group takes the policy over when it is opened with one.
+    pub fn retry(mut self, policy: RetryPolicy) -> Self {
+        self.retry = Some(policy);
+        self
+    }
+
+    /// How long a lease lasts without a heartbeat, 100 ms to 1 day: after a crash, messages wait so long at most. An existing
+    /// group takes it over when it is opened with one. Default: 15 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = Some(lease);
+        self
+    }
+
+    /// Creates the group.
+    ///
+    /// # Errors
+    /// [`GroupExists`](ErrorKind::GroupExists), a name or setting out of range, or the database's.
+    pub async fn create(self) -> Result<Group<T, C>> {
+        check_name("group", &self.name)?;
+        let stream = &self.stream.inner;
+        let queries = &stream.client.inner.queries;
+        let after = match self.start {
+            Start::Beginning => 0,
+            Start::Id(id) => id.saturating_sub(1).max(0),
+            Start::Latest => stream
+                .client
+                .query_one(&queries.stream_head, &[&stream.id], "find the latest message")
+                .await?
+                .get(0),
+            Start::Time(at) => stream
+                .client
+                .query_one(
+                    &queries.position_at,
+                    &[&stream.id, &at],
+                    "find the first message of that time",
+                )
+                .await?
+                .get(0),
+        };
+        let (lease, attempts, base, factor, cap) = self.settings()?;
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&stream.id, &self.name, &after, &lease, &attempts, &base, &factor, &cap];
+        let id = stream
+            .client
+            .query_one(&queries.create_group, &params, "create the group")
+            .await?
+            .get(0);
+        Ok(Group { stream: self.stream, id, name: self.name })
+    }
+
+    /// Opens the group, creating it if there is none of that name.
+    ///
+    /// # Errors
+    /// As [`create`](Self::create) and [`open`](Self::open), but for "exists" and "unknown".
+    pub async fn create_if_missing(self) -> Result<Group<T, C>> {
+        if let Some(id) = self.find().await? {
+            return self.opened(id).await;
+        }
+        match self.clone().create().await {
+            // Somebody else was faster.
+            Err(e) if e.kind() == ErrorKind::GroupExists => self.open().await,
+            created => created,
+        }
+    }
+
+    /// Opens a group that exists.
+    ///
+    /// # Errors
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup), with the names that exist as its hint.
+    pub async fn open(self) -> Result<Group<T, C>> {
+        match self.find().await? {
+            Some(id) => self.opened(id).await,
+            None => {
+                let names: Vec<String> =
+                    self.stream.groups().await?.into_iter().map(|g| g.group).collect();
+                let what = format!(
+                    "stream {} has no group {}",
+                    shorten(self.stream.name()),
+                    shorten(&self.name)
+                );
+                Err(Error::new(ErrorKind::UnknownGroup, what).with_hint(existing("Groups", &names)))
+            }
+        }
+    }
+
+    async fn find(&self) -> Result<Option<i64>> {
+        check_name("group", &self.name)?;
+        let stream = &self.stream.inner;
+        let rows = stream
+            .client
+            .query(
+                &stream.client.inner.queries.find_group,
+                &[&stream.id, &self.name],
+                "find the group",
+            )
+            .await?;
+        Ok(rows.first().map(|row| row.get(0)))
+    }
+
+    async fn opened(self, id: i64) -> Result<Group<T, C>> {
+        if self.retry.is_some() || self.lease.is_some() {
+            let stream = &self.stream.inner;
+            let (lease, attempts, base, factor, cap) = self.settings()?;
+            let params: [&(dyn ToSql + Sync); 7] =
+                [&stream.id, &id, &lease, &attempts, &base, &factor, &cap];
+            stream
+                .client
+                .query(&stream.client.inner.queries.alter_group, &params, "change the group")
+                .await?;
+        }
+        Ok(Group { stream: self.stream, id, name: self.name })
+    }
+
+    /// As the protocol takes them: seconds, and nothing where the default is meant.
+    #[allow(clippy::type_complexity)]
+    fn settings(
+        &self,
+    ) -> Result<(Option<f64>, Option<i32>, Option<f64>, Option<f64>, Option<f64>)> {
+        let out_of_range =
+            |what: &str| Err(Error::new(ErrorKind::InvalidArgument, what.to_owned()));
+        if self
+            .lease
+            .is_some_and(|l| l < Duration::from_millis(100) || l > Duration::from_secs(86_400))
+        {
+            return out_of_range("a lease lasts 100 ms to 1 day");
+        }
+        let lease = self.lease.map(|l| l.as_secs_f64());
+        let Some(policy) = self.retry else { return Ok((lease, None, None, None, None)) };
+        let year = Duration::from_secs(365 * 86_400);
+        if policy.max_attempts == 0 || policy.max_attempts > i32::MAX as u32 {
+            return out_of_range("max_attempts is at least 1 and at most 2147483647");
+        }
+        if !(1.0..=1000.0).contains(&policy.backoff_factor)
+            || policy.backoff_base > year
+            || policy.backoff_cap > year
+        {
+            return out_of_range(
+                "backoff_factor is 1 to 1000, backoff_base and backoff_cap are at most a year",
+            );
+        }
+        let (base, cap) = (policy.backoff_base.as_secs_f64(), policy.backoff_cap.as_secs_f64());
+        Ok((
+            lease,
+            Some(policy.max_attempts as i32),
+            Some(base),
+            Some(policy.backoff_factor),
+            Some(cap),
+        ))
+    }
+}
+
+impl<T: Send + 'static, C: Codec<T>> GroupBuilder<T, C> {
+    /// A consumer of the group, which is created if it is missing; see [`ConsumerBuilder`].
+    pub fn consumer(self) -> ConsumerBuilder<T, C> {
+        ConsumerBuilder::new(self)
+    }
+}
+
+impl<T: Send + 'static, C: Codec<T>> Group<T, C> {
+    /// A consumer of the group; see [`ConsumerBuilder`].
+    pub fn consumer(&self) -> ConsumerBuilder<T, C> {
+        ConsumerBuilder::new(GroupBuilder::new(self.stream.clone(), self.name.clone()))
+    }
+}
+
+impl<T, C> Group<T, C> {
+    /// Its number: `group_id` in the stream's tables.
+    pub fn id(&self) -> i64 {
+        self.id
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Where it stands now.
+    ///
+    /// # Errors
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's.
+    pub async fn status(&self) -> Result<GroupStatus> {
+        let mut found = self.stream.status_of(Some(&self.name)).await?;
+        found.pop().ok_or_else(|| {
+            Error::new(
+                ErrorKind::UnknownGroup,
+                format!("group {} was dropped", shorten(&self.name)),
+            )
+        })
+    }
+
+    /// Drops the group with its cursor, its leases and its exceptions, dead letters too. There is no way back.
+    ///
+    /// # Errors
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it is gone already, or the database's.
+    pub async fn drop_group(self) -> Result<()> {
+        let client = &self.stream.inner.client;
+        client
+            .query(
+                &client.inner.queries.drop_group,
+                &[&self.stream.inner.id, &self.id],
+                "drop the group",
+            )
+            .await?;
+        Ok(())
+    }
+}
+
+impl<T, C> Stream<T, C> {
+    /// Where the stream's groups stand, by name.
+    ///
+    /// # Errors
+    /// The database's.
+    pub async fn groups(&self) -> Result<Vec<GroupStatus>> {
+        self.status_of(None).await
+    }
+
+    async fn status_of(&self, group: Option<&str>) -> Result<Vec<GroupStatus>> {
+        let client = &self.inner.client;
+        let rows = client
+            .query(
+                &client.inner.queries.list_cursors,
+                &[&Some(self.name()), &group],
+                "look at the groups",
+            )
+            .await?;
+        Ok(rows
+            .iter()
+            .map(|row| GroupStatus {
+                stream: row.get(0),
+                group: row.get(1),
+                claimed: row.get(2),
+                resolved: row.get(3),
+                head: row.get(4),
+                lag: row.get(5),
+                open_leases: row.get(6),
+                ready: row.get(7),
+                inflight: row.get(8),
+                dead: row.get(9),
+            })
+            .collect())
+    }
+}

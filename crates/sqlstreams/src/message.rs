@@ -1,0 +1,265 @@
+//! Messages as they come out of a stream and as they go in.
+
+use std::time::SystemTime;
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, ErrorKind, Result};
+use crate::payload::{Codec, MAX_PAYLOAD_BYTES, Payload, PayloadType};
+
+/// The headers of a message: a JSON object.
+pub type Headers = Map<String, Value>;
+
+/// The longest key, in bytes of UTF-8.
+pub const MAX_KEY_BYTES: usize = 1024;
+
+/// The longest routing key, in bytes of UTF-8.
+pub const MAX_ROUTING_KEY_BYTES: usize = 255;
+
+/// A message as a handler gets it.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Message<T> {
+    /// Its place in the stream. Grows in the order in which the messages were inserted; rolled-back inserts leave holes.
+    pub id: i64,
+    /// What it is about, for ordering and compaction.
+    pub key: Option<String>,
+    /// What groups select it by.
+    pub routing_key: Option<String>,
+    /// Headers, empty when it was sent without.
+    pub headers: Headers,
+    /// When it was inserted, by the database's clock.
+    pub produced_at: SystemTime,
+    /// Which attempt of this group this is, counted from 1.
+    pub attempt: u32,
+    /// What was sent.
+    pub payload: T,
+}
+
+/// A message to send: a payload and what goes with it.
+///
+/// ```
+/// let message = sqlstreams::Outgoing::new(&"hello").key("greetings");
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Outgoing<'a, T> {
+    payload: &'a T,
+    meta: Meta,
+}
+
+/// What goes with a payload.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Meta {
+    pub(crate) key: Option<String>,
+    pub(crate) routing_key: Option<String>,
+    pub(crate) headers: Option<Headers>,
+}
+
+impl<'a, T> Outgoing<'a, T> {
+    /// A message with nothing but a payload.
+    pub fn new(payload: &'a T) -> Self {
+        Self { payload, meta: Meta::default() }
+    }
+
+    /// What the message is about: at most [`MAX_KEY_BYTES`], without NUL.
+    pub fn key(mut self, key: impl Into<String>) -> Self {
+        self.meta.key = Some(key.into());
+        self
+    }
+
+    /// What groups select the message by: at most [`MAX_ROUTING_KEY_BYTES`], without NUL.
+    pub fn routing_key(mut self, routing_key: impl Into<String>) -> Self {
+        self.meta.routing_key = Some(routing_key.into());
+        self
+    }
+
+    /// Headers, without NUL.
+    pub fn headers(mut self, headers: Headers) -> Self {
+        self.meta.headers = Some(headers);
+        self
+    }
+
+    pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
+        Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
+    }
+}
+
+/// A message in the form in which it is inserted, known to be storable but for the syntax of its JSON.
+#[derive(Debug, Clone)]
+pub(crate) struct Encoded {
+    pub(crate) key: Option<String>,
+    pub(crate) routing_key: Option<String>,
+    pub(crate) headers: Option<String>,
+    pub(crate) payload: Payload,
+}
+
+impl Encoded {
+    pub(crate) fn new<T, C: Codec<T>>(
+        payload: &T,
+        meta: Meta,
+        payload_type: PayloadType,
+    ) -> Result<Self> {
+        let payload = C::encode(payload)
+            .map_err(|e| invalid(format!("the payload cannot be encoded: {e}")).with_source(e))?;
+        check_payload(&payload, payload_type)?;
+        check_text("key", meta.key.as_deref(), MAX_KEY_BYTES)?;
+        check_text("routing key", meta.routing_key.as_deref(), MAX_ROUTING_KEY_BYTES)?;
+        let headers = meta.headers.map(Value::Object);
+        if headers.as_ref().is_some_and(holds_nul) {
+            return Err(invalid(
+                "a header holds the character U+0000, which PostgreSQL cannot store".to_owned(),
+            ));
+        }
+        Ok(Self {
+            key: meta.key,
+            routing_key: meta.routing_key,
+            headers: headers.map(|h| h.to_string()),
+            payload: Payload(payload),
+        })
+    }
+
+    /// About how much it takes on the wire.
+    pub(crate) fn bytes(&self) -> usize {
+        let len = |s: &Option<String>| s.as_ref().map_or(0, String::len);
+        self.payload.0.len() + len(&self.key) + len(&self.routing_key) + len(&self.headers) + 32
+    }
+}
+
+/// A message as it comes from the server.
+#[derive(Debug)]
+pub(crate) struct RawMessage {
+    pub(crate) id: i64,
+    pub(crate) key: Option<String>,
+    pub(crate) routing_key: Option<String>,
+    pub(crate) headers: Option<String>,
+    pub(crate) produced_at: SystemTime,
+    pub(crate) payload: Vec<u8>,
+    /// Attempts of the group that failed before.
+    pub(crate) attempts: i32,
+}
+
+impl RawMessage {
+    /// The message, or why it cannot be decoded.
+    pub(crate) fn decode<T, C: Codec<T>>(self) -> Result<Message<T>, String> {
+        let headers = match self.headers.as_deref().map(serde_json::from_str::<Headers>) {
+            None => Headers::new(),
+            Some(Ok(headers)) => headers,
+            Some(Err(e)) => return Err(format!("the headers cannot be decoded: {e}")),
+        };
+        let payload =
+            C::decode(&self.payload).map_err(|e| format!("the payload cannot be decoded: {e}"))?;
+        Ok(Message {
+            id: self.id,
+            key: self.key,
+            routing_key: self.routing_key,
+            headers,
+            produced_at: self.produced_at,
+            attempt: u32::try_from(self.attempts).unwrap_or(0).saturating_add(1),
+            payload,
+        })
+    }
+}
+
+fn check_payload(payload: &[u8], payload_type: PayloadType) -> Result<()> {
+    if payload.len() > MAX_PAYLOAD_BYTES {
+        return Err(Error::new(
+            ErrorKind::TooLarge,
+            format!(
+                "a payload of {} bytes is above the limit of {MAX_PAYLOAD_BYTES} bytes (64 MiB)",
+                payload.len()
+            ),
+        )
+        .with_hint("Store the data elsewhere and send a reference to it."));
+    }
+    if payload_type == PayloadType::Bytea {
+        return Ok(());
+    }
+    if let Err(e) = std::str::from_utf8(payload) {
+        return Err(invalid(format!(
+            "the payload is not UTF-8: byte {} is wrong",
+            e.valid_up_to()
+        )));
+    }
+    if let Some(at) = payload.iter().position(|&b| b == 0) {
+        return Err(invalid(format!(
+            "the payload holds a NUL at byte {at}, which {payload_type} cannot store"
+        )));
+    }
+    Ok(())
+}
+
+fn check_text(what: &str, text: Option<&str>, limit: usize) -> Result<()> {
+    match text {
+        Some(t) if t.len() > limit => Err(invalid(format!(
+            "a {what} of {} bytes is above the limit of {limit} bytes",
+            t.len()
+        ))),
+        Some(t) if t.contains('\0') => {
+            Err(invalid(format!("the {what} holds a NUL, which PostgreSQL cannot store")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// jsonb stores every character but U+0000. Not recursive: headers come from callers and may be nested at will.
+fn holds_nul(value: &Value) -> bool {
+    let mut open = vec![value];
+    while let Some(value) = open.pop() {
+        match value {
+            Value::String(s) if s.contains('\0') => return true,
+            Value::Array(items) => open.extend(items),
+            Value::Object(map) => {
+                if map.keys().any(|k| k.contains('\0')) {
+                    return true;
+                }
+                open.extend(map.values());
+            }
+            _ => {}
+        }
+    }
+    false
+}
+
+fn invalid(message: String) -> Error {
+    Error::new(ErrorKind::InvalidMessage, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::payload::{Bytes, Json};
+
+    fn encode(payload: &[u8], payload_type: PayloadType) -> Result<Encoded> {
+        Outgoing::new(&payload.to_vec()).encode::<Bytes>(payload_type)
+    }
+
+    #[test]
+    fn nul_and_broken_utf8_are_refused_where_they_cannot_be_stored() {
+        assert!(encode(b"a\0b", PayloadType::Bytea).is_ok());
+        assert!(encode(b"a\0b", PayloadType::Text).is_err());
+        assert!(encode(b"\xff", PayloadType::Json).is_err());
+    }
+
+    #[test]
+    fn an_escaped_nul_in_json_is_kept_as_it_is() {
+        let payload = br#"{"a":"\u0000","b":"\\u0000"}"#;
+        assert_eq!(encode(payload, PayloadType::Json).unwrap().payload.0, payload);
+    }
+
+    #[test]
+    fn limits_name_themselves() {
+        let long = "x".repeat(MAX_KEY_BYTES + 1);
+        let error = Outgoing::new(&1).key(long).encode::<Json>(PayloadType::Json).unwrap_err();
+        assert!(error.to_string().contains("1025 bytes"), "{error}");
+        let error = encode(&vec![b'x'; MAX_PAYLOAD_BYTES + 1], PayloadType::Bytea).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::TooLarge);
+    }
+
+    #[test]
+    fn nul_deep_in_headers_is_found() {
+        let mut headers = Headers::new();
+        headers.insert("a".into(), serde_json::json!([{"b": ["\0"]}]));
+        assert!(Outgoing::new(&1).headers(headers).encode::<Json>(PayloadType::Json).is_err());
+    }
+}

@@ -1,0 +1,118 @@
+//! What becomes of a message that a handler had.
+
+use std::fmt::Display;
+use std::time::Duration;
+
+/// The longest error text that is kept, in bytes of UTF-8; what is longer is cut between characters.
+pub const MAX_ERROR_BYTES: usize = 8 * 1024;
+
+/// How a handler ended with a message.
+///
+/// Handlers may return it, or anything that [`IntoOutcome`] covers: `()`, `Result<(), E>` or `Result<Outcome, E>`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Outcome {
+    /// Handled.
+    Done,
+    /// Failed: try again after the group's backoff, unless its attempts are spent.
+    Retry(String),
+    /// Failed: try again after this long, unless the group's attempts are spent.
+    RetryAfter(String, Duration),
+    /// Failed for good: a dead letter at once, for this reason.
+    Dead(String),
+    /// Not now: hand it out again after this long. Not a failure, no attempt is counted.
+    Delay(Duration),
+}
+
+/// What handlers may return.
+pub trait IntoOutcome {
+    /// The outcome that is meant.
+    fn into_outcome(self) -> Outcome;
+}
+
+impl IntoOutcome for Outcome {
+    fn into_outcome(self) -> Outcome {
+        self
+    }
+}
+
+impl IntoOutcome for () {
+    fn into_outcome(self) -> Outcome {
+        Outcome::Done
+    }
+}
+
+/// `Err` means retry; the error's text (with `{:#}`, so that anyhow tells the whole chain) is kept.
+impl<E: Display> IntoOutcome for Result<(), E> {
+    fn into_outcome(self) -> Outcome {
+        match self {
+            Ok(()) => Outcome::Done,
+            Err(e) => Outcome::Retry(format!("{e:#}")),
+        }
+    }
+}
+
+/// `Err` means retry.
+impl<E: Display> IntoOutcome for Result<Outcome, E> {
+    fn into_outcome(self) -> Outcome {
+        self.unwrap_or_else(|e| Outcome::Retry(format!("{e:#}")))
+    }
+}
+
+/// An outcome in the words of the protocol.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Verdict {
+    pub(crate) outcome: &'static str,
+    pub(crate) error: Option<String>,
+    pub(crate) delay: Option<f64>,
+}
+
+impl From<Outcome> for Verdict {
+    fn from(outcome: Outcome) -> Self {
+        let (outcome, error, delay) = match outcome {
+            Outcome::Done => ("ok", None, None),
+            Outcome::Retry(error) => ("retry", Some(error), None),
+            Outcome::RetryAfter(error, delay) => ("retry", Some(error), Some(delay)),
+            Outcome::Dead(error) => ("dead", Some(error), None),
+            Outcome::Delay(delay) => ("delay", None, Some(delay)),
+        };
+        Self { outcome, error: error.map(|e| storable(&e)), delay: delay.map(|d| d.as_secs_f64()) }
+    }
+}
+
+/// Error text as PostgreSQL can store it: NUL replaced, at most [`MAX_ERROR_BYTES`].
+pub(crate) fn storable(text: &str) -> String {
+    let mut end = text.len().min(MAX_ERROR_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    let mut cut = text[..end].replace('\0', "\u{FFFD}");
+    // The replacement is longer than what it replaces.
+    while cut.len() > MAX_ERROR_BYTES {
+        cut.pop();
+    }
+    cut
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_texts_become_storable() {
+        assert_eq!(storable("a\0b"), "a\u{FFFD}b");
+        assert_eq!(storable(&"é".repeat(10_000)).len(), MAX_ERROR_BYTES);
+        assert!(storable(&"\0".repeat(10_000)).len() <= MAX_ERROR_BYTES);
+        assert_eq!(storable("fine"), "fine");
+    }
+
+    #[test]
+    fn results_are_outcomes() {
+        assert_eq!(Ok::<(), String>(()).into_outcome(), Outcome::Done);
+        assert_eq!(Err::<(), _>("no").into_outcome(), Outcome::Retry("no".into()));
+        assert_eq!(
+            Ok::<_, String>(Outcome::Dead("x".into())).into_outcome(),
+            Outcome::Dead("x".into())
+        );
+    }
+}

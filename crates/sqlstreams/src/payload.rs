@@ -1,0 +1,197 @@
+//! Payloads: the column type a stream stores them as, and how Rust values become payloads and back.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::str::FromStr;
+
+use bytes::BytesMut;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio_postgres::types::{FromSql, IsNull, ToSql, Type, to_sql_checked};
+
+use crate::error::{Error, ErrorKind, Result};
+
+/// The largest payload that a producer sends, in bytes: 64 MiB.
+pub const MAX_PAYLOAD_BYTES: usize = 64 * 1024 * 1024;
+
+/// How a stream stores payloads; chosen when the stream is created and never changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum PayloadType {
+    /// JSON text, checked and kept byte for byte. The default: cheaper to write than `Jsonb`.
+    #[default]
+    Json,
+    /// JSON in PostgreSQL's decomposed form: white space, key order and duplicate keys are lost, SQL operators are fast.
+    /// Does not take the character U+0000.
+    Jsonb,
+    /// UTF-8 text without U+0000.
+    Text,
+    /// Any bytes.
+    Bytea,
+}
+
+impl PayloadType {
+    /// The name of the PostgreSQL type.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Json => "json",
+            Self::Jsonb => "jsonb",
+            Self::Text => "text",
+            Self::Bytea => "bytea",
+        }
+    }
+
+    pub(crate) fn array_type(self) -> Type {
+        match self {
+            Self::Json => Type::JSON_ARRAY,
+            Self::Jsonb => Type::JSONB_ARRAY,
+            Self::Text => Type::TEXT_ARRAY,
+            Self::Bytea => Type::BYTEA_ARRAY,
+        }
+    }
+}
+
+impl fmt::Display for PayloadType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl FromStr for PayloadType {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "json" => Ok(Self::Json),
+            "jsonb" => Ok(Self::Jsonb),
+            "text" => Ok(Self::Text),
+            "bytea" => Ok(Self::Bytea),
+            other => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("unknown payload type {other:?}"),
+            )
+            .with_hint("Choose json, jsonb, text or bytea.")),
+        }
+    }
+}
+
+/// Turns values of `T` into payloads and back. [`Json`], [`Text`] and [`Bytes`] cover what streams usually carry; write
+/// your own for another format (`bytea` takes any).
+///
+/// A payload that [`decode`](Self::decode) refuses becomes a dead letter of the group that read it, with the error's text.
+pub trait Codec<T>: Send + Sync + 'static {
+    /// The payload types that the codec can write and read.
+    fn payload_types() -> &'static [PayloadType];
+
+    /// The payload of a value.
+    ///
+    /// # Errors
+    /// Whatever keeps the value from being written; the message is not sent.
+    fn encode(value: &T) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>>;
+
+    /// The value of a payload.
+    ///
+    /// # Errors
+    /// Whatever keeps the payload from being read; the message becomes a dead letter.
+    fn decode(payload: &[u8]) -> Result<T, Box<dyn StdError + Send + Sync>>;
+}
+
+/// JSON by serde, for streams of type `json` and `jsonb` (and `text` or `bytea`, if one must). The default codec.
+#[derive(Debug, Clone, Copy)]
+pub struct Json;
+
+impl<T: Serialize + DeserializeOwned> Codec<T> for Json {
+    fn payload_types() -> &'static [PayloadType] {
+        &[PayloadType::Json, PayloadType::Jsonb, PayloadType::Text, PayloadType::Bytea]
+    }
+
+    fn encode(value: &T) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        Ok(serde_json::to_vec(value)?)
+    }
+
+    fn decode(payload: &[u8]) -> Result<T, Box<dyn StdError + Send + Sync>> {
+        Ok(serde_json::from_slice(payload)?)
+    }
+}
+
+/// UTF-8 text, for any stream: what is sent to a `json` stream has to be JSON.
+#[derive(Debug, Clone, Copy)]
+pub struct Text;
+
+impl Codec<String> for Text {
+    fn payload_types() -> &'static [PayloadType] {
+        &[PayloadType::Text, PayloadType::Json, PayloadType::Jsonb, PayloadType::Bytea]
+    }
+
+    fn encode(value: &String) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        Ok(value.clone().into_bytes())
+    }
+
+    fn decode(payload: &[u8]) -> Result<String, Box<dyn StdError + Send + Sync>> {
+        Ok(String::from_utf8(payload.to_vec())?)
+    }
+}
+
+/// Payloads as the bytes they are, for any stream: what is sent to a `json` stream has to be JSON, to a `text` stream UTF-8.
+#[derive(Debug, Clone, Copy)]
+pub struct Bytes;
+
+impl Codec<Vec<u8>> for Bytes {
+    fn payload_types() -> &'static [PayloadType] {
+        &[PayloadType::Bytea, PayloadType::Text, PayloadType::Json, PayloadType::Jsonb]
+    }
+
+    fn encode(value: &Vec<u8>) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        Ok(value.clone())
+    }
+
+    fn decode(payload: &[u8]) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        Ok(payload.to_vec())
+    }
+}
+
+/// A payload on its way to and from the server, without conversion: the binary form of json, text and bytea is the bytes
+/// themselves, that of jsonb a version byte before them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Payload(pub(crate) Vec<u8>);
+
+const JSONB_VERSION: u8 = 1;
+
+impl ToSql for Payload {
+    fn to_sql(
+        &self,
+        ty: &Type,
+        out: &mut BytesMut,
+    ) -> Result<IsNull, Box<dyn StdError + Sync + Send>> {
+        if *ty == Type::JSONB {
+            out.extend_from_slice(&[JSONB_VERSION]);
+        }
+        out.extend_from_slice(&self.0);
+        Ok(IsNull::No)
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        [Type::JSON, Type::JSONB, Type::TEXT, Type::BYTEA].contains(ty)
+    }
+
+    to_sql_checked!();
+}
+
+impl<'a> FromSql<'a> for Payload {
+    fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn StdError + Sync + Send>> {
+        let bytes = match (ty, raw.split_first()) {
+            (&Type::JSONB, Some((&JSONB_VERSION, rest))) => rest,
+            (&Type::JSONB, _) => return Err("unknown version of the binary form of jsonb".into()),
+            _ => raw,
+        };
+        Ok(Self(bytes.to_vec()))
+    }
+
+    fn from_sql_null(_: &Type) -> Result<Self, Box<dyn StdError + Sync + Send>> {
+        Ok(Self(Vec::new()))
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        <Self as ToSql>::accepts(ty)
+    }
+}

@@ -1,0 +1,198 @@
+//! The producer: a queue in front of a task that inserts what has gathered while the last commit was under way.
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::insert::{self, InvalidMessage, Receipt, STATEMENT_BYTES, STATEMENT_MESSAGES};
+use super::send::Send;
+use crate::error::{Error, ErrorKind, Result};
+use crate::message::{Encoded, Outgoing};
+use crate::payload::{Codec, Json};
+use crate::stream::Stream;
+
+/// How many messages may wait for the task before callers wait for room.
+const QUEUE: usize = 4_096;
+
+/// Sends messages to a stream. Cheap to clone; clones share one queue.
+///
+/// Calls that run concurrently share transactions: while one commit is under way the next messages gather, so many
+/// tasks that each send one message are about as fast as one that sends batches, and nobody waits for a timer. Each call
+/// returns when its message is durable.
+pub struct Producer<T, C = Json> {
+    stream: Stream<T, C>,
+    queue: mpsc::Sender<Waiting>,
+}
+
+impl<T, C> Clone for Producer<T, C> {
+    fn clone(&self) -> Self {
+        Self { stream: self.stream.clone(), queue: self.queue.clone() }
+    }
+}
+
+impl<T, C> std::fmt::Debug for Producer<T, C> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Producer").field("stream", &self.stream).finish()
+    }
+}
+
+struct Waiting {
+    message: Encoded,
+    reply: oneshot::Sender<Result<Receipt>>,
+}
+
+impl<T: std::marker::Send + 'static, C: Codec<T>> Producer<T, C> {
+    pub(crate) fn new(stream: Stream<T, C>) -> Self {
+        let (queue, waiting) = mpsc::channel(QUEUE);
+        tokio::spawn(send_gathered(stream.clone(), waiting));
+        Self { stream, queue }
+    }
+
+    /// Sends one message: await it, or add a key and headers first. Returns where it was stored once that is durable.
+    ///
+    /// ```no_run
+    /// # async fn f(producer: sqlstreams::Producer<String>) -> sqlstreams::Result<()> {
+    /// let receipt = producer.send(&"hello".to_owned()).key("greetings").await?;
+    /// println!("stored as {}", receipt.id);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// A message that cannot be stored, and whatever keeps the database from storing it. After
+    /// [`CommitUnknown`](ErrorKind::CommitUnknown) it may or may not be stored.
+    ///
+    /// # Cancellation
+    /// Dropped before it has waited for the first time, nothing is sent; later, the message may be stored all the same.
+    pub fn send<'a>(&'a self, payload: &'a T) -> Send<'a, T, C> {
+        Send::new(self, Outgoing::new(payload))
+    }
+
+    /// Sends any number of messages in one transaction: all are stored, or none. Returns where, in order.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send); when a message cannot be stored, [`place`](Error::place) says which.
+    ///
+    /// # Cancellation
+    /// Dropped, the messages are stored or not, but never some of them.
+    pub async fn send_all<'a, I>(&self, messages: I) -> Result<Vec<Receipt>>
+    where
+        T: 'a,
+        I: IntoIterator<Item = Outgoing<'a, T>>,
+    {
+        let encoded = self.encode_all(messages)?;
+        let ids = insert::insert(&self.stream.inner, &encoded).await?;
+        Ok(ids.into_iter().map(|id| Receipt { id }).collect())
+    }
+
+    /// Which of these messages the stream cannot store, and why. Stores nothing.
+    ///
+    /// # Errors
+    /// The database cannot be asked.
+    pub async fn find_invalid<'a, I>(&self, messages: I) -> Result<Vec<InvalidMessage>>
+    where
+        T: 'a,
+        I: IntoIterator<Item = Outgoing<'a, T>>,
+    {
+        let mut places = Vec::new();
+        let mut encoded = Vec::new();
+        let mut invalid = Vec::new();
+        for (place, message) in messages.into_iter().enumerate() {
+            match message.encode::<C>(self.stream.inner.payload_type) {
+                Ok(message) => {
+                    places.push(place);
+                    encoded.push(message);
+                }
+                Err(error) => invalid.push(InvalidMessage { place, reason: error.to_string() }),
+            }
+        }
+        let refused = insert::invalid(&self.stream.inner, &encoded).await?;
+        invalid.extend(refused.into_iter().map(|m| InvalidMessage { place: places[m.place], ..m }));
+        invalid.sort_by_key(|m| m.place);
+        Ok(invalid)
+    }
+
+    pub(crate) async fn enqueue(&self, message: Outgoing<'_, T>) -> Result<Receipt> {
+        let closed = || Error::new(ErrorKind::Closed, "the producer's task has ended");
+        let message = message.encode::<C>(self.stream.inner.payload_type)?;
+        let (reply, answer) = oneshot::channel();
+        self.queue.send(Waiting { message, reply }).await.map_err(|_| closed())?;
+        answer.await.map_err(|_| closed())?
+    }
+
+    fn encode_all<'a, I>(&self, messages: I) -> Result<Vec<Encoded>>
+    where
+        T: 'a,
+        I: IntoIterator<Item = Outgoing<'a, T>>,
+    {
+        messages
+            .into_iter()
+            .enumerate()
+            .map(|(place, message)| {
+                message.encode::<C>(self.stream.inner.payload_type).map_err(|e| {
+                    let kind = e.kind();
+                    Error::new(kind, format!("message {}: {e}", place + 1))
+                        .with_hint("Nothing of the batch was stored.")
+                        .with_source(e)
+                        .at_place(place)
+                })
+            })
+            .collect()
+    }
+}
+
+/// Ends when the last producer is gone and everything is answered.
+async fn send_gathered<T, C>(stream: Stream<T, C>, mut waiting: mpsc::Receiver<Waiting>) {
+    while let Some(first) = waiting.recv().await {
+        let mut bytes = first.message.bytes();
+        let (mut messages, mut replies) = (vec![first.message], vec![first.reply]);
+        while messages.len() < STATEMENT_MESSAGES && bytes < STATEMENT_BYTES {
+            let Ok(next) = waiting.try_recv() else { break };
+            bytes += next.message.bytes();
+            messages.push(next.message);
+            replies.push(next.reply);
+        }
+        send_batch(&stream, messages, replies).await;
+    }
+}
+
+/// Callers know nothing of each other, so a message that is refused is taken out and the others are sent without it.
+async fn send_batch<T, C>(
+    stream: &Stream<T, C>,
+    mut messages: Vec<Encoded>,
+    mut replies: Vec<oneshot::Sender<Result<Receipt>>>,
+) {
+    loop {
+        let error = match insert::insert(&stream.inner, &messages).await {
+            Ok(ids) => {
+                for (id, reply) in ids.into_iter().zip(replies) {
+                    // A caller that went away does not want to know.
+                    let _ = reply.send(Ok(Receipt { id }));
+                }
+                return;
+            }
+            Err(error) => error,
+        };
+        if let (Some(place), true) = (error.place(), messages.len() > 1) {
+            if place < messages.len() {
+                messages.remove(place);
+                let reason = error.to_string();
+                let reason = reason.split_once(": ").map_or(reason.as_str(), |(_, reason)| reason);
+                let _ =
+                    replies.remove(place).send(Err(Error::new(ErrorKind::InvalidMessage, reason)));
+                continue;
+            }
+        }
+        // The same error for everyone; only one can have its source.
+        let (kind, text, hint) = (error.kind(), error.to_string(), error.hint().map(str::to_owned));
+        let mut first = Some(error);
+        for reply in replies {
+            let error = first.take().unwrap_or_else(|| {
+                let error = Error::new(kind, text.clone());
+                match &hint {
+                    Some(hint) => error.with_hint(hint.clone()),
+                    None => error,
+                }
+            });
+            let _ = reply.send(Err(error));
+        }
+        return;
+    }
+}

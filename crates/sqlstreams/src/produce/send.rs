@@ -1,0 +1,147 @@
+//! The calls that send one message, as builders that can be awaited.
+
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+
+use super::executor::{Batch, Executor};
+use super::insert::Receipt;
+use super::producer::Producer;
+use crate::error::{Error, ErrorKind, Result};
+use crate::message::{Headers, Outgoing};
+use crate::payload::{Codec, Json};
+use crate::stream::Stream;
+
+/// One message to send; from [`Producer::send`]. Await it.
+#[must_use = "nothing is sent until it is awaited"]
+pub struct Send<'a, T, C = Json> {
+    producer: &'a Producer<T, C>,
+    message: Outgoing<'a, T>,
+}
+
+/// One message to send in the caller's transaction; from [`Stream::send_in`]. Await it.
+#[must_use = "nothing is sent until it is awaited"]
+pub struct SendIn<'a, E, T, C = Json> {
+    stream: &'a Stream<T, C>,
+    executor: &'a E,
+    message: Outgoing<'a, T>,
+}
+
+macro_rules! metadata {
+    () => {
+        /// What the message is about: at most [`MAX_KEY_BYTES`](crate::MAX_KEY_BYTES).
+        pub fn key(mut self, key: impl Into<String>) -> Self {
+            self.message = self.message.key(key);
+            self
+        }
+
+        /// What groups select the message by: at most [`MAX_ROUTING_KEY_BYTES`](crate::MAX_ROUTING_KEY_BYTES).
+        pub fn routing_key(mut self, routing_key: impl Into<String>) -> Self {
+            self.message = self.message.routing_key(routing_key);
+            self
+        }
+
+        /// Headers.
+        pub fn headers(mut self, headers: Headers) -> Self {
+            self.message = self.message.headers(headers);
+            self
+        }
+    };
+}
+
+impl<'a, T, C> Send<'a, T, C> {
+    pub(crate) fn new(producer: &'a Producer<T, C>, message: Outgoing<'a, T>) -> Self {
+        Self { producer, message }
+    }
+
+    metadata!();
+}
+
+impl<'a, T, C> IntoFuture for Send<'a, T, C>
+where
+    T: std::marker::Send + Sync + 'static,
+    C: Codec<T>,
+{
+    type Output = Result<Receipt>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + std::marker::Send + 'a>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(self.producer.enqueue(self.message))
+    }
+}
+
+impl<E, T, C> SendIn<'_, E, T, C> {
+    metadata!();
+}
+
+impl<'a, E, T, C> IntoFuture for SendIn<'a, E, T, C>
+where
+    E: Executor,
+    T: std::marker::Send + Sync + 'static,
+    C: Codec<T>,
+{
+    type Output = Result<Receipt>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + std::marker::Send + 'a>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let message = self.message.encode::<C>(self.stream.inner.payload_type)?;
+            let ids = self
+                .executor
+                .insert(Batch { stream: &self.stream.inner, messages: &[message] })
+                .await?;
+            match ids.as_slice() {
+                &[id] => Ok(Receipt { id }),
+                _ => Err(Error::new(ErrorKind::Database, "not exactly one id came back")),
+            }
+        })
+    }
+}
+
+impl<T, C: Codec<T>> Stream<T, C> {
+    /// Sends one message in the caller's own transaction: it becomes visible if and when that commits.
+    ///
+    /// ```no_run
+    /// # async fn f(orders: sqlstreams::Stream<String>, db: &mut tokio_postgres::Client) -> Result<(), Box<dyn std::error::Error>> {
+    /// let tx = db.transaction().await?;
+    /// tx.execute("UPDATE account SET balance = balance - 10 WHERE id = 42", &[]).await?;
+    /// orders.send_in(&tx, &"withdrawn".to_owned()).key("account-42").await?;
+    /// tx.commit().await?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// An open transaction holds back the messages that others produce after it until it ends, so keep it short.
+    ///
+    /// # Errors
+    /// A message that cannot be stored, or the database's: the transaction is aborted then, as after any failed statement.
+    ///
+    /// # Cancellation
+    /// Dropped while it waits, the message may or may not be part of the transaction: roll back.
+    pub fn send_in<'a, E: Executor>(
+        &'a self,
+        executor: &'a E,
+        payload: &'a T,
+    ) -> SendIn<'a, E, T, C> {
+        SendIn { stream: self, executor, message: Outgoing::new(payload) }
+    }
+
+    /// Sends messages in the caller's own transaction, in one statement. Returns where they were stored, in order.
+    ///
+    /// # Errors
+    /// As [`send_in`](Self::send_in).
+    ///
+    /// # Cancellation
+    /// As [`send_in`](Self::send_in).
+    pub async fn send_all_in<'a, E, I>(&self, executor: &E, messages: I) -> Result<Vec<Receipt>>
+    where
+        E: Executor,
+        T: 'a,
+        I: IntoIterator<Item = Outgoing<'a, T>>,
+    {
+        let messages = messages
+            .into_iter()
+            .map(|m| m.encode::<C>(self.inner.payload_type))
+            .collect::<Result<Vec<_>>>()?;
+        let ids = executor.insert(Batch { stream: &self.inner, messages: &messages }).await?;
+        Ok(ids.into_iter().map(|id| Receipt { id }).collect())
+    }
+}

@@ -1,0 +1,97 @@
+//! The SQL texts that the crate sends, rendered for one schema.
+//!
+//! They are sent as unnamed one-message statements, which every pooler lets through, with their parameter types spelled
+//! out here once.
+
+use tokio_postgres::types::Type;
+
+use crate::payload::PayloadType;
+use crate::schema::Schema;
+
+/// A statement and the types of its parameters.
+#[derive(Debug, Clone)]
+pub(crate) struct Query {
+    pub(crate) sql: String,
+    pub(crate) types: &'static [Type],
+}
+
+macro_rules! queries {
+    ($(#[$doc:meta])* $name:ident { $($query:ident: [$($type:ident),*],)* }) => {
+        $(#[$doc])*
+        #[derive(Debug)]
+        pub(crate) struct $name { $(pub(crate) $query: Query,)* }
+
+        impl $name {
+            fn render(render: impl Fn(&str) -> String) -> Self {
+                Self { $($query: Query {
+                    sql: render(include_str!(concat!("../sql/queries/", stringify!($query), ".sql"))),
+                    types: &[$(Type::$type),*],
+                },)* }
+            }
+
+            /// Every query by name, for the test that prepares them all.
+            #[cfg(test)]
+            pub(crate) fn all(&self) -> Vec<(&'static str, &Query)> {
+                vec![$((stringify!($query), &self.$query)),*]
+            }
+        }
+    };
+}
+
+queries! {
+    /// Those that are the same for every stream.
+    Queries {
+        advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID],
+        extend: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
+        release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
+        poll: [INT8, INT8, TIMESTAMPTZ],
+        settle_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY],
+        extend_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
+        release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
+        invalid_payloads: [TEXT, BYTEA_ARRAY],
+        ensure_partitions: [INT8, INT4],
+        create_stream: [TEXT, TEXT, INT8],
+        drop_stream: [INT8],
+        find_stream: [TEXT],
+        list_streams: [TEXT],
+        create_group: [INT8, TEXT, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8],
+        alter_group: [INT8, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8],
+        drop_group: [INT8, INT8],
+        find_group: [INT8, TEXT],
+        is_resolved: [INT8, INT8, INT8],
+        stream_head: [INT8],
+        position_at: [INT8, TIMESTAMPTZ],
+        list_cursors: [TEXT, TEXT],
+        list_exceptions: [TEXT, TEXT, TEXT, INT8, INT8],
+        redrive: [INT8, INT8, INT8_ARRAY, INT8],
+        discard: [INT8, INT8, INT8_ARRAY, INT8],
+    }
+}
+
+queries! {
+    /// Those that name a stream's tables or depend on its payload type.
+    StreamQueries {
+        // The payloads' type is added by hand where the insert is sent.
+        insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
+        fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
+        claim_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ],
+        read_messages: [INT8_ARRAY],
+    }
+}
+
+impl Queries {
+    pub(crate) fn new(schema: &Schema) -> Self {
+        Self::render(|text| schema.render(text))
+    }
+}
+
+impl StreamQueries {
+    pub(crate) fn new(schema: &Schema, stream: i64, payload_type: PayloadType) -> Self {
+        Self::render(|text| {
+            schema
+                .render(text)
+                .replace("{stream}", &stream.to_string())
+                .replace("{payload_type}", payload_type.as_str())
+        })
+    }
+}

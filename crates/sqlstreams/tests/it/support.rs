@@ -1,0 +1,49 @@
+//! What the tests share: a cluster, a database per test, and streams in it.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use sqlstreams::{Client, Stream};
+use sqlstreams_dev::Cluster;
+
+/// The cluster of this test run. Its watchdog removes it when the process ends.
+pub fn cluster() -> &'static Cluster {
+    static CLUSTER: OnceLock<Cluster> = OnceLock::new();
+    CLUSTER.get_or_init(|| Cluster::builder().durable(false).start().expect("a private cluster"))
+}
+
+/// The URL of a new, empty database.
+pub async fn database() -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let cluster = tokio::task::spawn_blocking(cluster).await.unwrap();
+    let name = format!("test_{}", COUNT.fetch_add(1, Ordering::Relaxed));
+    let admin = connect(&cluster.url("postgres")).await;
+    admin.batch_execute(&format!("CREATE DATABASE {name}")).await.unwrap();
+    cluster.url(&name)
+}
+
+/// A plain connection, for looking behind the crate.
+pub async fn connect(url: &str) -> tokio_postgres::Client {
+    let (client, connection) = tokio_postgres::connect(url, tokio_postgres::NoTls).await.unwrap();
+    tokio::spawn(connection);
+    client
+}
+
+/// A client with the schema installed in a new database, and a plain connection to that.
+pub async fn client() -> (Client, tokio_postgres::Client) {
+    let url = database().await;
+    (Client::connect(&url).await.unwrap(), connect(&url).await)
+}
+
+/// A new JSON stream of numbers with `count` messages, 0 and up.
+pub async fn numbers(client: &Client, name: &str, count: u64) -> Stream<u64> {
+    let stream = client.stream::<u64>(name).create().await.unwrap();
+    let payloads: Vec<u64> = (0..count).collect();
+    stream.producer().send_all(payloads.iter().map(sqlstreams::Outgoing::new)).await.unwrap();
+    stream
+}
+
+/// One number out of the database.
+pub async fn count(db: &tokio_postgres::Client, sql: &str) -> i64 {
+    db.query_one(sql, &[]).await.unwrap().get(0)
+}
