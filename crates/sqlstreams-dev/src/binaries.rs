@@ -193,7 +193,9 @@ fn search(wanted: Option<u32>) -> Result<Result<Programs, Vec<String>>> {
     }
     // A folder of PATH without a server isn't worth a line of its own.
     let path = env::var_os("PATH").unwrap_or_default();
+    let mut none_in_path = true;
     for folder in env::split_paths(&path).filter(|f| is_program(&f.join("postgres"))) {
+        none_in_path = false;
         if let Some(programs) = try_folder("PATH: ", &folder) {
             return Ok(Ok(programs));
         }
@@ -212,7 +214,9 @@ fn search(wanted: Option<u32>) -> Result<Result<Programs, Vec<String>>> {
     if bindir.is_none() {
         looked.push("pg_config: not on PATH, or without an answer".to_owned());
     }
-    looked.push("PATH: no usable `postgres` in it".to_owned());
+    if none_in_path {
+        looked.push("PATH: no `postgres` in it".to_owned());
+    }
     let empty = FAMILIES.iter().filter(|family| family.folders().is_empty());
     looked.extend(empty.map(|family| format!("{}: nothing there", family.pattern())));
     Ok(Err(looked))

