@@ -119,6 +119,18 @@ impl Error {
         self
     }
 
+    /// A copy, as far as there can be one.
+    pub(crate) fn without_source(&self) -> Self {
+        let Inner { kind, message, hint, place, .. } = &*self.0;
+        Self(Box::new(Inner {
+            kind: *kind,
+            message: message.clone(),
+            hint: hint.clone(),
+            place: *place,
+            source: None,
+        }))
+    }
+
     /// What went wrong, for matching.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind

@@ -126,10 +126,11 @@ impl Held {
         match source {
             Source::Lease(token) => {
                 // A lease that was lost meanwhile has no use for it.
-                if let Some(lease) = self.leases.get_mut(&token) {
-                    if lease.open.remove(&id) && verdict.outcome != "ok" {
-                        lease.failed.insert(id, verdict);
-                    }
+                if let Some(lease) = self.leases.get_mut(&token)
+                    && lease.open.remove(&id)
+                    && verdict.outcome != "ok"
+                {
+                    lease.failed.insert(id, verdict);
                 }
             }
             Source::Exception(token) => {

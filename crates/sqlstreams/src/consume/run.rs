@@ -149,13 +149,13 @@ impl Coordinator {
             return Ok(true);
         }
         let room = self.pace.room(self.held.messages());
-        if room > 0 {
-            if let Some((token, after)) = self.held.unfetched() {
-                let page =
-                    self.protocol.fetch(token, after, room as i64, self.pace.fetch_bytes()).await?;
-                self.received(Source::Lease(token), page.messages, page.more);
-                return Ok(true);
-            }
+        if room > 0
+            && let Some((token, after)) = self.held.unfetched()
+        {
+            let bytes = self.pace.fetch_bytes();
+            let page = self.protocol.fetch(token, after, room as i64, bytes).await?;
+            self.received(Source::Lease(token), page.messages, page.more);
+            return Ok(true);
         }
         if self.seen.suspect && !self.held.has_suspect() {
             self.claim_exceptions(1, true).await?;
@@ -261,7 +261,7 @@ impl Coordinator {
             let lost: Vec<Uuid> =
                 extended.iter().filter(|(_, seq)| seq.is_none()).map(|(token, _)| *token).collect();
             for (token, seq) in &extended {
-                seq.into_iter().for_each(|seq| self.held.moved(*token, *seq));
+                seq.iter().for_each(|seq| self.held.moved(*token, *seq));
             }
             let lost = self.held.reported(&reports, &lost);
             self.give_up(lost);
@@ -368,14 +368,14 @@ impl Coordinator {
         self.running -= self.workers.retain(|_| false);
         let deadline = Instant::now() + self.settings.shutdown_timeout;
         while self.running > 0 && Instant::now() < deadline {
-            if Instant::now() >= self.next_heartbeat {
-                if let Err(error) = self.heartbeat().await {
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        "a heartbeat failed while stopping"
-                    );
-                    self.next_heartbeat = Instant::now() + TROUBLE.0;
-                }
+            if Instant::now() >= self.next_heartbeat
+                && let Err(error) = self.heartbeat().await
+            {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "a heartbeat failed while stopping"
+                );
+                self.next_heartbeat = Instant::now() + TROUBLE.0;
             }
             tokio::select! {
                 Some(finished) = self.results.recv() => self.absorb(finished),

@@ -32,10 +32,25 @@ pub struct InvalidMessage {
     pub reason: String,
 }
 
-/// Inserts all messages in one transaction and returns their ids in order.
-///
-/// Makes partitions when the log has run out of them, and says which message is at fault when one is refused.
+/// Inserts all messages in one transaction and returns their ids in order. When messages are refused, the error says which
+/// is the first.
 pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> Result<Vec<i64>> {
+    let error = match insert_unchecked(stream, messages).await {
+        Err(error) if error.kind() == ErrorKind::InvalidMessage => error,
+        result => return result,
+    };
+    Err(match invalid(stream, messages).await?.first() {
+        Some(refused) => at_fault(refused, messages.len()).with_source(error),
+        None => error,
+    })
+}
+
+/// The same, leaving it to the caller to find out which messages were refused. Makes partitions when the log has run out
+/// of them.
+pub(crate) async fn insert_unchecked(
+    stream: &Arc<StreamInner>,
+    messages: &[Encoded],
+) -> Result<Vec<i64>> {
     if messages.is_empty() {
         return Ok(Vec::new());
     }
@@ -51,12 +66,6 @@ pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> R
                 ensure_partitions(stream, messages.len()).await?;
             }
             Err(Failure::OutOfPartitions(e)) => return Err(Error::from_driver(e, "produce")),
-            Err(Failure::Other(error)) if error.kind() == ErrorKind::InvalidMessage => {
-                return Err(match invalid(stream, messages).await?.into_iter().next() {
-                    Some(m) => at_fault(&m, messages.len()).with_source(error),
-                    None => error,
-                });
-            }
             Err(Failure::Other(error)) => return Err(error),
         }
     }

@@ -153,14 +153,14 @@ async fn send_gathered<T, C>(stream: Stream<T, C>, mut waiting: mpsc::Receiver<W
     }
 }
 
-/// Callers know nothing of each other, so a message that is refused is taken out and the others are sent without it.
+/// Callers know nothing of each other, so messages that are refused are taken out and the others are sent without them.
 async fn send_batch<T, C>(
     stream: &Stream<T, C>,
     mut messages: Vec<Encoded>,
     mut replies: Vec<oneshot::Sender<Result<Receipt>>>,
 ) {
-    loop {
-        let error = match insert::insert(&stream.inner, &messages).await {
+    while !messages.is_empty() {
+        let error = match insert::insert_unchecked(&stream.inner, &messages).await {
             Ok(ids) => {
                 for (id, reply) in ids.into_iter().zip(replies) {
                     // A caller that went away does not want to know.
@@ -170,29 +170,27 @@ async fn send_batch<T, C>(
             }
             Err(error) => error,
         };
-        if let (Some(place), true) = (error.place(), messages.len() > 1) {
-            if place < messages.len() {
-                messages.remove(place);
-                let reason = error.to_string();
-                let reason = reason.split_once(": ").map_or(reason.as_str(), |(_, reason)| reason);
-                let _ =
-                    replies.remove(place).send(Err(Error::new(ErrorKind::InvalidMessage, reason)));
-                continue;
-            }
-        }
-        // The same error for everyone; only one can have its source.
-        let (kind, text, hint) = (error.kind(), error.to_string(), error.hint().map(str::to_owned));
-        let mut first = Some(error);
-        for reply in replies {
-            let error = first.take().unwrap_or_else(|| {
-                let error = Error::new(kind, text.clone());
-                match &hint {
-                    Some(hint) => error.with_hint(hint.clone()),
-                    None => error,
+        let invalid = match error.kind() {
+            ErrorKind::InvalidMessage => insert::invalid(&stream.inner, &messages).await,
+            _ => Ok(Vec::new()),
+        };
+        match invalid {
+            Ok(invalid) if !invalid.is_empty() => {
+                // From the back, so that the places before stay what they are.
+                for refused in invalid.iter().rev() {
+                    messages.remove(refused.place);
+                    let _ = replies.remove(refused.place).send(Err(insert::at_fault(refused, 1)));
                 }
-            });
-            let _ = reply.send(Err(error));
+            }
+            _ => return fail_all(error, replies),
         }
-        return;
+    }
+}
+
+/// The same error for everyone; only one can have its source.
+fn fail_all(error: Error, replies: Vec<oneshot::Sender<Result<Receipt>>>) {
+    let copies: Vec<Error> = replies.iter().skip(1).map(|_| error.without_source()).collect();
+    for (reply, error) in replies.into_iter().zip(std::iter::once(error).chain(copies)) {
+        let _ = reply.send(Err(error));
     }
 }

@@ -24,7 +24,7 @@ async fn clean_messages_leave_one_cursor_row() {
         .await
         .unwrap();
     assert_eq!(consumed.handled, 20_000);
-    let seen = seen.lock().unwrap();
+    let seen = std::mem::take(&mut *seen.lock().unwrap());
     assert_eq!(seen.len(), 20_000);
     assert!(seen.values().all(|times| *times == 1));
     for (table, rows) in
