@@ -1,0 +1,135 @@
+//! What commands share: options, the database, and how to speak to the person at the terminal.
+
+use anyhow::Context as _;
+use sqlstreams::Client;
+use sqlstreams_dev::{Cluster, Persistent, Programs};
+use tokio::task::spawn_blocking;
+
+use crate::cli::Global;
+use crate::failure::Failure;
+use crate::terminal::{self, DIM};
+
+/// What a command is given beside its own options.
+pub(crate) struct Context {
+    global: Global,
+}
+
+/// A database to work on. A throw-away one lives as long as this value.
+pub(crate) enum Database {
+    /// Named by `--database-url` or `DATABASE_URL`.
+    Given { url: String },
+    /// A private server of this process; dropping it stops the server and deletes the data.
+    ThrowAway { cluster: Box<Cluster> },
+}
+
+impl Database {
+    /// What [`Client::connect`] takes. Holds a password: not for printing.
+    pub(crate) fn url(&self) -> String {
+        match self {
+            Self::Given { url } => url.clone(),
+            Self::ThrowAway { cluster } => cluster.url("postgres"),
+        }
+    }
+
+    /// Stops a throw-away server. Dropping the value does the same but blocks a thread of the runtime for it.
+    pub(crate) async fn close(self) {
+        // What remains is left to the cluster's own watchdog.
+        let _ = spawn_blocking(move || drop(self)).await;
+    }
+}
+
+impl Context {
+    pub(crate) fn new(global: Global) -> Self {
+        Self { global }
+    }
+
+    /// Whether results are to be JSON.
+    pub(crate) fn json(&self) -> bool {
+        self.global.json
+    }
+
+    /// How often `-v` was given.
+    pub(crate) fn verbosity(&self) -> u8 {
+        self.global.verbose
+    }
+
+    /// The schema that holds the streams.
+    pub(crate) fn schema(&self) -> &str {
+        &self.global.schema
+    }
+
+    /// Whether to draw progress bars, on stderr: nobody wants them in a log, or beside JSON.
+    pub(crate) fn shows_progress(&self) -> bool {
+        terminal::stderr_is_live() && !self.json()
+    }
+
+    /// Says what is happening, in one dim line on stderr.
+    pub(crate) fn say(&self, line: &str) {
+        anstream::eprintln!("{DIM}{line}{DIM:#}");
+    }
+
+    /// The database that was asked for, if one was.
+    pub(crate) fn given_database_url(&self) -> Option<&str> {
+        self.global.database_url.as_deref().filter(|url| !url.trim().is_empty())
+    }
+
+    /// PostgreSQL's programs, if `--pg-bin` says where; `None` means look for them.
+    pub(crate) fn programs(&self) -> anyhow::Result<Option<Programs>> {
+        Ok(self.global.pg_bin.as_deref().map(Programs::in_folder).transpose()?)
+    }
+
+    /// The given database, or else a private server that goes when the value goes, Ctrl-C and `kill -9` included.
+    pub(crate) async fn given_or_throw_away(&self) -> anyhow::Result<Database> {
+        if let Some(url) = self.given_database_url() {
+            return Ok(Database::Given { url: url.to_owned() });
+        }
+        let programs = self.programs()?;
+        let cluster = spawn_blocking(move || {
+            let say = |line: &str| anstream::eprintln!("{DIM}{line}{DIM:#}");
+            let mut builder = Cluster::builder().progress(&say);
+            if let Some(programs) = programs {
+                builder = builder.programs(programs);
+            }
+            builder.start()
+        })
+        .await
+        .context("the task that starts PostgreSQL ended early")??;
+        Ok(Database::ThrowAway { cluster: Box::new(cluster) })
+    }
+
+    /// The kept server of `sqlstreams up`, running or not.
+    pub(crate) fn kept(&self) -> anyhow::Result<Persistent<'static>> {
+        let mut kept = Persistent::new(self.global.up_dir.as_deref())?;
+        if let Some(programs) = self.programs()? {
+            kept = kept.programs(programs);
+        }
+        Ok(kept)
+    }
+
+    /// The given database, or that of a running `sqlstreams up`.
+    pub(crate) async fn database_url(&self) -> anyhow::Result<String> {
+        if let Some(url) = self.given_database_url() {
+            return Ok(url.to_owned());
+        }
+        // Where its folder cannot be looked at, nobody has run `up` here.
+        let running = self.kept().and_then(|kept| Ok(kept.status()?)).ok().flatten();
+        match running {
+            Some(info) => {
+                self.say(&format!(
+                    "using the PostgreSQL of `sqlstreams up` (127.0.0.1:{})",
+                    info.port
+                ));
+                Ok(info.url)
+            }
+            None => Err(Failure::usage("no_database", "no database given")
+                .hint("set DATABASE_URL or --database-url, or run `sqlstreams up`")
+                .into()),
+        }
+    }
+
+    /// A client of that database, with the schema installed or brought up to date.
+    pub(crate) async fn client(&self) -> anyhow::Result<Client> {
+        let url = self.database_url().await?;
+        Ok(Client::builder(&url).schema(self.schema()).connect().await?)
+    }
+}
