@@ -15,13 +15,15 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     g       consumer_group;
     queue   text := 'exception_queue_' || p_stream;
-    -- In a variable: in the query itself it would be a filter, not a bound of the index scan.
-    started timestamptz := clock_timestamp();
+    started timestamptz;
     ids     bigint[];
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
     PERFORM reclaim_exceptions(p_stream, g);
+    -- In a variable: in the query itself it would be a filter, not a bound of the index scan. Taken after the
+    -- reclaim, whose rows are due at its own clock, so that this call can hand them out.
+    started := clock_timestamp();
     EXECUTE format(
         'WITH due AS (
              SELECT message_id FROM %1$I
