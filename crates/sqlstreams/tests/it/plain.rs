@@ -306,11 +306,12 @@ impl Plain {
         self.db.query_one(&sql, &[&self.group]).await.unwrap().get(0)
     }
 
-    /// Everything that is stored about the group but for its messages, as text: equal means unchanged.
+    /// Where the group and its messages stand, as text: equal means unchanged. How often the cursor's row was written and
+    /// from where leases are looked for is left out: any call may tidy that.
     pub async fn state(&self) -> String {
         let sql = format!(
             "SELECT jsonb_build_array(
-                 (SELECT jsonb_agg(to_jsonb(c) ORDER BY generation) FROM sqlstreams.consumer_group_cursor_{0} AS c WHERE group_id = $1),
+                 (SELECT jsonb_agg(jsonb_build_array(claimed, next_seq)) FROM sqlstreams.consumer_group_cursor_{0} AS c WHERE group_id = $1),
                  (SELECT jsonb_agg(to_jsonb(l) ORDER BY seq) FROM sqlstreams.consumer_lease_{0} AS l WHERE group_id = $1),
                  (SELECT jsonb_agg(to_jsonb(e) ORDER BY message_id) FROM sqlstreams.exception_queue_{0} AS e WHERE group_id = $1))::text",
             self.stream
