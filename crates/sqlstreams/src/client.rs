@@ -33,6 +33,8 @@ pub struct Client {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pool: Pool,
+    /// Where the connections go, without the password; for errors.
+    target: String,
     pub(crate) schema: Schema,
     pub(crate) queries: Queries,
 }
@@ -101,7 +103,7 @@ impl Client {
 
     /// A connection from the pool; `doing` is for the error.
     pub(crate) async fn connection(&self, doing: &str) -> Result<Object> {
-        self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing))
+        self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing, &self.inner.target))
     }
 
     /// One statement in a transaction of its own.
@@ -168,6 +170,29 @@ impl ClientBuilder {
     /// # Errors
     /// As [`Client::connect`].
     pub async fn connect(self) -> Result<Client> {
+        let migrate = self.migrate;
+        let client = self.open()?;
+        if migrate {
+            client.migrate().await?;
+        } else {
+            let connection = client.connection("look at the schema").await?;
+            migrate::check(&connection, &client.inner.schema).await?;
+        }
+        Ok(client)
+    }
+
+    /// Connects, installs or upgrades the schema whatever [`migrate`](Self::migrate) says, and tells what that changed.
+    ///
+    /// # Errors
+    /// As [`Client::connect`].
+    pub async fn connect_and_migrate(self) -> Result<(Client, MigrationReport)> {
+        let client = self.open()?;
+        let report = client.migrate().await?;
+        Ok((client, report))
+    }
+
+    /// A client whose database was not spoken to yet.
+    fn open(self) -> Result<Client> {
         let schema = Schema::new(&self.schema)?;
         if self.pool_size < 2 {
             return Err(Error::new(
@@ -192,13 +217,7 @@ impl ClientBuilder {
                 Error::new(ErrorKind::InvalidConfig, "the pool cannot be built").with_source(e)
             })?;
         let queries = Queries::new(&schema);
-        let client = Client { inner: Arc::new(Inner { pool, schema, queries }) };
-        if self.migrate {
-            client.migrate().await?;
-        } else {
-            let connection = client.connection("look at the schema").await?;
-            migrate::check(&connection, &client.inner.schema).await?;
-        }
-        Ok(client)
+        let target = dsn.to_string();
+        Ok(Client { inner: Arc::new(Inner { pool, target, schema, queries }) })
     }
 }

@@ -226,22 +226,50 @@ impl Error {
         }
     }
 
-    /// An error of the connection pool.
-    pub(crate) fn from_pool(error: deadpool_postgres::PoolError, doing: &str) -> Self {
+    /// An error of the connection pool, whose connections go to `target`.
+    pub(crate) fn from_pool(
+        error: deadpool_postgres::PoolError,
+        doing: &str,
+        target: &str,
+    ) -> Self {
         match error {
-            deadpool_postgres::PoolError::Backend(error) => {
-                let translated = Self::from_driver(error, doing);
-                match translated.kind() {
-                    // Whatever fails while connecting is trouble with the connection.
-                    ErrorKind::Database => Self(Box::new(Inner { kind: ErrorKind::Connection, ..*translated.0 })),
-                    _ => translated,
-                }
+            deadpool_postgres::PoolError::Backend(error) => Self::from_connect(error, target),
+            deadpool_postgres::PoolError::Closed => {
+                Self::new(ErrorKind::Closed, "the client was closed")
             }
-            deadpool_postgres::PoolError::Closed => Self::new(ErrorKind::Closed, "the client was closed"),
-            other => Self::new(ErrorKind::Connection, format!("no connection to the database in time to {doing}"))
-                .with_hint("The pool is exhausted or the database does not answer; raise pool_size or look at the server.")
-                .with_source(other),
+            other => Self::new(
+                ErrorKind::Connection,
+                format!("no connection to {target} in time to {doing}"),
+            )
+            .with_hint("The pool is exhausted or the database does not answer; raise pool_size or look at the server.")
+            .with_source(other),
         }
+    }
+
+    /// No connection came about: whatever the reason, it is trouble with the connection.
+    fn from_connect(error: tokio_postgres::Error, target: &str) -> Self {
+        let Some(db) = error.as_db_error() else {
+            return Self::new(ErrorKind::Connection, format!("could not connect to {target}"))
+                .with_hint("Look at the address, and whether PostgreSQL runs there and accepts connections from here.")
+                .with_source(error);
+        };
+        let code = db.code();
+        let hint = if [SqlState::INVALID_PASSWORD, SqlState::INVALID_AUTHORIZATION_SPECIFICATION]
+            .contains(code)
+        {
+            "Look at the user and the password, and at the server's pg_hba.conf."
+        } else if *code == SqlState::INVALID_CATALOG_NAME {
+            "Look at the name of the database, or create it."
+        } else if *code == SqlState::TOO_MANY_CONNECTIONS {
+            "Close other connections, or raise the server's max_connections."
+        } else if *code == SqlState::INSUFFICIENT_PRIVILEGE {
+            "Ask the owner of the database for the privilege CONNECT, or connect with another role."
+        } else {
+            "The server refused the connection; it may accept one later."
+        };
+        Self::new(ErrorKind::Connection, format!("could not connect to {target}: {}", db.message()))
+            .with_hint(hint)
+            .with_source(error)
     }
 }
 

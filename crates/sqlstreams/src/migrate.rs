@@ -181,13 +181,13 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
 async fn check_server(client: &PgClient) -> Result<()> {
     let row = client
         .query_typed_one(
-            "SELECT current_setting('server_version_num')::int, current_setting('server_version'), current_setting('server_encoding'), pg_is_in_recovery()",
+            "SELECT current_setting('server_version_num')::int, current_setting('server_version'), current_setting('server_encoding'), pg_is_in_recovery(), current_setting('transaction_read_only')::bool",
             &[],
         )
         .await
         .map_err(|e| Error::from_driver(e, "look at the server"))?;
-    let (number, version, encoding, standby): (i32, String, String, bool) =
-        (row.get(0), row.get(1), row.get(2), row.get(3));
+    let (number, version, encoding): (i32, String, String) = (row.get(0), row.get(1), row.get(2));
+    let (standby, read_only): (bool, bool) = (row.get(3), row.get(4));
     if number < OLDEST_SERVER {
         return Err(Error::new(
             ErrorKind::UnsupportedServer,
@@ -208,6 +208,13 @@ async fn check_server(client: &PgClient) -> Result<()> {
             "this server is a standby, which takes no writes",
         )
         .with_hint("Connect to the primary."));
+    }
+    if read_only {
+        return Err(Error::new(
+            ErrorKind::ReadOnly,
+            "this database takes no writes: default_transaction_read_only is on",
+        )
+        .with_hint("Turn it off for this role or database, or connect to another one."));
     }
     Ok(())
 }

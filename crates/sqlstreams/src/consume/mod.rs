@@ -47,6 +47,7 @@ pub(crate) struct Settings {
     pub(crate) timeout: Option<Duration>,
     pub(crate) shutdown_timeout: Duration,
     pub(crate) stop: CancellationToken,
+    pub(crate) abort: CancellationToken,
 }
 
 /// What a consumer did.
@@ -70,6 +71,7 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
             timeout: None,
             shutdown_timeout: Duration::from_secs(30),
             stop: CancellationToken::new(),
+            abort: CancellationToken::new(),
         };
         Self { group, settings }
     }
@@ -90,6 +92,13 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
     /// everything else back, so that other consumers have it at once.
     pub fn stop_on(mut self, token: CancellationToken) -> Self {
         self.settings.stop = token;
+        self
+    }
+
+    /// Cancelling this token too ends the wait for running handlers: those left are dropped and their messages handed back,
+    /// as after [`shutdown_timeout`](Self::shutdown_timeout). Alone it does nothing.
+    pub fn abort_on(mut self, token: CancellationToken) -> Self {
+        self.settings.abort = token;
         self
     }
 

@@ -367,7 +367,8 @@ impl Coordinator {
     async fn stop(&mut self) -> Result<()> {
         self.running -= self.workers.retain(|_| false);
         let deadline = Instant::now() + self.settings.shutdown_timeout;
-        while self.running > 0 && Instant::now() < deadline {
+        let abort = self.settings.abort.clone();
+        while self.running > 0 && Instant::now() < deadline && !abort.is_cancelled() {
             if Instant::now() >= self.next_heartbeat
                 && let Err(error) = self.heartbeat().await
             {
@@ -379,10 +380,11 @@ impl Coordinator {
             }
             tokio::select! {
                 Some(finished) = self.results.recv() => self.absorb(finished),
+                () = abort.cancelled() => {}
                 () = tokio::time::sleep_until(deadline.min(self.next_heartbeat).into()) => {}
             }
         }
-        if self.running > 0 {
+        if self.running > 0 && !abort.is_cancelled() {
             tracing::warn!(
                 stream = self.protocol.stream.name,
                 handlers = self.running,
