@@ -27,15 +27,15 @@ BEGIN
     EXECUTE format(
         'WITH due AS (
              SELECT message_id FROM %1$I
-             WHERE group_id = $1 AND state = ''ready'' AND (losses > 0) = $2 AND due_at <= $3 AND due_at >= $4
-             ORDER BY due_at LIMIT $5 FOR UPDATE SKIP LOCKED),
+             WHERE group_id = $1 AND state = ''ready'' AND losses %2$s 0 AND due_at <= $2 AND due_at >= $3
+             ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED),
          taken AS (
-             UPDATE %1$I AS e SET state = ''inflight'', lease_id = $6, lease_expires_at = $7
+             UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6
              FROM due WHERE e.group_id = $1 AND e.message_id = due.message_id
              RETURNING e.message_id)
-         SELECT array_agg(message_id) FROM taken', queue)
+         SELECT array_agg(message_id) FROM taken', queue, CASE WHEN p_suspect THEN '>' ELSE '=' END)
         INTO ids
-        USING p_group, p_suspect, started, coalesce(p_due_from, '-infinity'), CASE WHEN p_suspect THEN 1 ELSE p_limit END,
+        USING p_group, started, coalesce(p_due_from, '-infinity'), CASE WHEN p_suspect THEN 1 ELSE p_limit END,
               p_token, started + g.lease_duration;
     IF ids IS NULL THEN
         RETURN;
@@ -86,59 +86,51 @@ END $$;
 
 -- Records the outcomes of claimed exceptions: 'ok' (the row goes), 'retry', 'dead' or 'delay'. Returns the ids whose
 -- lease was lost; nothing about those is recorded.
+--
+-- lease_id is set in state 'inflight' only (a CHECK says so), and the state is not asked for: the partial index on it
+-- would then seem attractive, and it holds the dead entries of every row that has ever been in flight.
 CREATE OR REPLACE FUNCTION settle_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[],
     p_outcomes text[], p_errors text[], p_delays double precision[] DEFAULT '{}') RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
 DECLARE
     g       consumer_group;
-    started timestamptz := clock_timestamp();
-    held    bigint[];
+    handled bigint[];
+    failed  bigint[];
 BEGIN
     PERFORM require_read_committed();
     PERFORM require_outcomes(p_outcomes, '{ok,retry,dead,delay}');
     g := require_group(p_stream, p_group);
-    held := lock_exceptions(p_stream, p_group, p_tokens, p_ids);
-    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream)
-        USING p_group, (SELECT array_agg(u.id) FROM unnest(p_ids, p_outcomes) AS u(id, outcome) WHERE u.outcome = 'ok' AND u.id = ANY (held));
+    EXECUTE format(
+        'WITH gone AS (
+             DELETE FROM %I AS e USING unnest($2, $3, $4) AS u(token, id, outcome)
+             WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token AND u.outcome = ''ok''
+             RETURNING e.message_id)
+         SELECT array_agg(message_id) FROM gone', 'exception_queue_' || p_stream)
+        INTO handled USING p_group, p_tokens, p_ids, p_outcomes;
     IF EXISTS (SELECT FROM unnest(p_outcomes) AS o WHERE o <> 'ok') THEN
         EXECUTE format(
-            'UPDATE %I AS e SET
-                 state = CASE WHEN n.final THEN ''dead'' ELSE ''ready'' END,
-                 attempts = n.attempts,
-                 delays = e.delays + (n.outcome = ''delay'')::int,
-                 -- It ran to its end, so whatever killed its process before, it was not this message.
-                 losses = 0,
-                 due_at = CASE WHEN n.final THEN $3 ELSE $3 + coalesce(asked_delay(n.delay), retry_delay($1, n.attempts)) END,
-                 lease_id = NULL, lease_expires_at = NULL,
-                 last_error = coalesce(error_text(n.error), e.last_error),
-                 history = CASE WHEN n.outcome = ''delay'' THEN e.history
-                                ELSE add_history(e.history, n.attempts, CASE WHEN n.final THEN ''dead'' ELSE ''retry'' END, n.error) END,
-                 dead_at = CASE WHEN n.final THEN $3 END
-             FROM (SELECT u.id, u.outcome, u.error, u.delay, x.attempts + (u.outcome <> ''delay'')::int AS attempts,
-                          u.outcome = ''dead'' OR u.outcome = ''retry'' AND x.attempts + 1 >= $1.max_attempts AS final
-                   FROM unnest($4, $5, $6, $7) AS u(id, outcome, error, delay)
-                   JOIN %1$I AS x ON x.group_id = $1.id AND x.message_id = u.id
-                   WHERE u.outcome <> ''ok'' AND u.id = ANY ($2)) AS n
-             WHERE e.group_id = $1.id AND e.message_id = n.id', 'exception_queue_' || p_stream)
-            USING g, held, started, p_ids, p_outcomes, p_errors, p_delays;
+            'WITH kept AS (
+                 UPDATE %I AS e SET
+                     state = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead'' ELSE ''ready'' END,
+                     attempts = e.attempts + (u.outcome <> ''delay'')::int,
+                     delays = e.delays + (u.outcome = ''delay'')::int,
+                     -- It ran to its end: whatever killed its process before, it was not this message.
+                     losses = 0,
+                     due_at = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN $2
+                                   ELSE $2 + coalesce(asked_delay(u.delay), retry_delay($1, e.attempts + 1)) END,
+                     lease_id = NULL, lease_expires_at = NULL,
+                     last_error = coalesce(error_text(u.error), e.last_error),
+                     history = CASE WHEN u.outcome = ''delay'' THEN e.history
+                                    ELSE add_history(e.history, e.attempts + 1,
+                                                     CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead'' ELSE ''retry'' END, u.error) END,
+                     dead_at = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN $2 END
+                 FROM unnest($3, $4, $5, $6, $7) AS u(token, id, outcome, error, delay)
+                 WHERE e.group_id = $1.id AND e.message_id = u.id AND e.lease_id = u.token AND u.outcome <> ''ok''
+                 RETURNING e.message_id)
+             SELECT array_agg(message_id) FROM kept', 'exception_queue_' || p_stream)
+            INTO failed USING g, clock_timestamp(), p_tokens, p_ids, p_outcomes, p_errors, p_delays;
     END IF;
-    RETURN ARRAY(SELECT u FROM unnest(p_ids) AS u WHERE u <> ALL (held));
-END $$;
-
--- Locks those of the exceptions that are still leased under the token named for them, by primary key and in its order.
-CREATE OR REPLACE FUNCTION lock_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    held bigint[];
-BEGIN
-    EXECUTE format(
-        'SELECT coalesce(array_agg(message_id), ''{}'') FROM (
-             SELECT e.message_id FROM unnest($2, $3) AS u(token, id)
-             JOIN %I AS e ON e.group_id = $1 AND e.message_id = u.id
-             WHERE e.state = ''inflight'' AND e.lease_id = u.token
-             ORDER BY e.message_id FOR UPDATE OF e) AS x', 'exception_queue_' || p_stream)
-        INTO held USING p_group, p_tokens, p_ids;
-    RETURN held;
+    RETURN ARRAY(SELECT unnest(p_ids) EXCEPT SELECT unnest(handled || failed));
 END $$;
 
 -- The heartbeat of claimed exceptions. Returns the ids whose lease was lost.
@@ -150,13 +142,17 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
-    held := lock_exceptions(p_stream, p_group, p_tokens, p_ids);
-    EXECUTE format('UPDATE %I SET lease_expires_at = $3 WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream)
-        USING p_group, held, clock_timestamp() + g.lease_duration;
-    RETURN ARRAY(SELECT u FROM unnest(p_ids) AS u WHERE u <> ALL (held));
+    EXECUTE format(
+        'WITH held AS (
+             UPDATE %I AS e SET lease_expires_at = $4 FROM unnest($2, $3) AS u(token, id)
+             WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
+             RETURNING e.message_id)
+         SELECT array_agg(message_id) FROM held', 'exception_queue_' || p_stream)
+        INTO held USING p_group, p_tokens, p_ids, clock_timestamp() + g.lease_duration;
+    RETURN ARRAY(SELECT unnest(p_ids) EXCEPT SELECT unnest(held));
 END $$;
 
--- Hands claimed exceptions back unfinished: due at once, no attempt counted.
+-- Hands claimed exceptions back unfinished: due at once, no attempt counted. Returns the ids whose lease was lost before.
 CREATE OR REPLACE FUNCTION release_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
 DECLARE
@@ -164,9 +160,13 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     PERFORM require_group(p_stream, p_group);
-    held := lock_exceptions(p_stream, p_group, p_tokens, p_ids);
-    EXECUTE format('UPDATE %I SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL WHERE group_id = $1 AND message_id = ANY ($2)',
-                   'exception_queue_' || p_stream)
-        USING p_group, held;
-    RETURN ARRAY(SELECT u FROM unnest(p_ids) AS u WHERE u <> ALL (held));
+    EXECUTE format(
+        'WITH held AS (
+             UPDATE %I AS e SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL
+             FROM unnest($2, $3) AS u(token, id)
+             WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
+             RETURNING e.message_id)
+         SELECT array_agg(message_id) FROM held', 'exception_queue_' || p_stream)
+        INTO held USING p_group, p_tokens, p_ids;
+    RETURN ARRAY(SELECT unnest(p_ids) EXCEPT SELECT unnest(held));
 END $$;

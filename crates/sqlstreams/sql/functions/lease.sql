@@ -84,7 +84,7 @@ BEGIN
                 m.key, error_text(f.error),
                 CASE WHEN f.outcome = ''delay'' THEN ''[]'' ELSE add_history(''[]'', 1, f.outcome, f.error) END,
                 CASE WHEN f.final THEN $8 END
-         FROM (SELECT DISTINCT ON (id) id, outcome, error, delay, outcome = ''dead'' OR outcome = ''retry'' AND $1.max_attempts <= 1 AS final
+         FROM (SELECT DISTINCT ON (id) id, outcome, error, delay, is_final(outcome, 0, $1.max_attempts) AS final
                FROM unnest($3, $4, $5, $6) AS u(id, outcome, error, delay)
                WHERE $2 @> id) AS f
          LEFT JOIN %I AS m ON m.id = f.id AND m.id >= $7 AND m.id <= $9',

@@ -30,7 +30,7 @@ BEGIN
     EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', parent, leaf, lo, hi);
 END $$;
 
--- Makes the partitions up to p_ahead beyond the one that the head is in. Returns how many it made.
+-- Makes the partitions up to p_ahead (1 to 1,000) beyond the one that the head is in. Returns how many it made.
 -- SECURITY DEFINER: a producer that may only insert still gets room to insert into.
 CREATE OR REPLACE FUNCTION ensure_partitions(p_stream bigint, p_ahead int DEFAULT 3) RETURNS int
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '3s' AS $$
@@ -45,7 +45,7 @@ BEGIN
     SELECT * INTO s FROM stream WHERE id = p_stream FOR NO KEY UPDATE;
     EXECUTE format('SELECT last_value FROM %I', 'message_log_' || p_stream || '_id_seq') INTO head;
     FOR wanted IN
-        SELECT n FROM generate_series(head / s.partition_size, head / s.partition_size + greatest(p_ahead, 1)) AS n
+        SELECT n FROM generate_series(head / s.partition_size, head / s.partition_size + least(greatest(p_ahead, 1), 1000)) AS n
         WHERE to_regclass(format('%I', 'message_log_' || p_stream || '_p' || n)) IS NULL
     LOOP
         PERFORM create_partition(p_stream, s.partition_size, wanted);

@@ -1,17 +1,28 @@
 -- What a failure leads to.
 
--- Error text as stored: at most 8 KiB, cut between characters.
-CREATE OR REPLACE FUNCTION error_text(p_error text) RETURNS text
+-- Whether a message that has failed p_attempts times before is dead after this outcome.
+CREATE OR REPLACE FUNCTION is_final(p_outcome text, p_attempts int, p_max_attempts int) RETURNS boolean
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT p_outcome = 'dead' OR p_outcome = 'retry' AND p_attempts + 1 >= p_max_attempts
+$$;
+
+CREATE OR REPLACE FUNCTION cut_text(p_text text, p_bytes int) RETURNS text
 LANGUAGE plpgsql IMMUTABLE AS $$
 DECLARE
-    cut text := left(p_error, 8192);
+    cut text := left(p_text, p_bytes);
 BEGIN
-    WHILE octet_length(cut) > 8192 LOOP
+    WHILE octet_length(cut) > p_bytes LOOP
         -- At least so many characters have to go: none is longer than four bytes.
-        cut := left(cut, -((octet_length(cut) - 8192 + 3) / 4));
+        cut := left(cut, -((octet_length(cut) - p_bytes + 3) / 4));
     END LOOP;
     RETURN cut;
 END $$;
+
+-- Error text as stored: at most 8 KiB, cut between characters.
+CREATE OR REPLACE FUNCTION error_text(p_error text) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN octet_length(p_error) <= 8192 THEN p_error ELSE cut_text(p_error, 8192) END
+$$;
 
 -- The delay before the next attempt, after p_attempts failed ones: full jitter below an exponential bound.
 CREATE OR REPLACE FUNCTION retry_delay(g consumer_group, p_attempts int) RETURNS interval

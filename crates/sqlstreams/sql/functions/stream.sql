@@ -85,7 +85,8 @@ BEGIN
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
         'exception_queue_' || n);
     -- What can run: suspects (losses > 0) apart from the rest, since they are claimed one at a time.
-    EXECUTE format('CREATE INDEX %I ON %I (group_id, (losses > 0), due_at) WHERE state = ''ready''', 'exception_ready_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, due_at) WHERE state = ''ready'' AND losses = 0', 'exception_ready_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, due_at) WHERE state = ''ready'' AND losses > 0', 'exception_suspect_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_expires_at) WHERE state = ''inflight''', 'exception_inflight_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, message_id) WHERE state = ''dead''', 'exception_dead_' || n, 'exception_queue_' || n);
 
