@@ -1,5 +1,7 @@
 //! What commands share: options, the database, and how to speak to the person at the terminal.
 
+use std::path::Path;
+
 use anyhow::Context as _;
 use sqlstreams::Client;
 use sqlstreams_dev::{Cluster, Persistent, Programs};
@@ -63,8 +65,15 @@ impl Context {
         terminal::stderr_is_live() && !self.json()
     }
 
-    /// Says what is happening, in one dim line on stderr.
+    /// Says what is happening, in one dim line on stderr; not beside JSON, whose readers want nothing else there.
     pub(crate) fn say(&self, line: &str) {
+        if !self.json() {
+            Self::say_line(line);
+        }
+    }
+
+    /// The same, for where no context reaches.
+    pub(crate) fn say_line(line: &str) {
         anstream::eprintln!("{DIM}{line}{DIM:#}");
     }
 
@@ -75,7 +84,8 @@ impl Context {
 
     /// PostgreSQL's programs, if `--pg-bin` says where; `None` means look for them.
     pub(crate) fn programs(&self) -> anyhow::Result<Option<Programs>> {
-        Ok(self.global.pg_bin.as_deref().map(Programs::in_folder).transpose()?)
+        let folder = self.global.pg_bin.as_deref().filter(|folder| !folder.as_os_str().is_empty());
+        Ok(folder.map(Programs::in_folder).transpose()?)
     }
 
     /// The given database, or else a private server that goes when the value goes, Ctrl-C and `kill -9` included.
@@ -85,8 +95,7 @@ impl Context {
         }
         let programs = self.programs()?;
         let cluster = spawn_blocking(move || {
-            let say = |line: &str| anstream::eprintln!("{DIM}{line}{DIM:#}");
-            let mut builder = Cluster::builder().progress(&say);
+            let mut builder = Cluster::builder().progress(&Self::say_line);
             if let Some(programs) = programs {
                 builder = builder.programs(programs);
             }
@@ -97,9 +106,13 @@ impl Context {
         Ok(Database::ThrowAway { cluster: Box::new(cluster) })
     }
 
+    fn up_dir(&self) -> Option<&Path> {
+        self.global.up_dir.as_deref().filter(|folder| !folder.as_os_str().is_empty())
+    }
+
     /// The kept server of `sqlstreams up`, running or not.
     pub(crate) fn kept(&self) -> anyhow::Result<Persistent<'static>> {
-        let mut kept = Persistent::new(self.global.up_dir.as_deref())?;
+        let mut kept = Persistent::new(self.up_dir())?;
         if let Some(programs) = self.programs()? {
             kept = kept.programs(programs);
         }
@@ -112,7 +125,7 @@ impl Context {
             return Ok(url.to_owned());
         }
         // Where its folder cannot be looked at, nobody has run `up` here.
-        let running = self.kept().and_then(|kept| Ok(kept.status()?)).ok().flatten();
+        let running = Persistent::new(self.up_dir()).and_then(|kept| kept.status()).ok().flatten();
         match running {
             Some(info) => {
                 self.say(&format!(
@@ -127,9 +140,15 @@ impl Context {
         }
     }
 
-    /// A client of that database, with the schema installed or brought up to date.
-    pub(crate) async fn client(&self) -> anyhow::Result<Client> {
+    /// A client of that database that may write: the schema is installed or brought up to date first.
+    pub(crate) async fn writer(&self) -> anyhow::Result<Client> {
         let url = self.database_url().await?;
         Ok(Client::builder(&url).schema(self.schema()).connect().await?)
+    }
+
+    /// A client of that database for looking: installs nothing, and is content with a standby.
+    pub(crate) async fn reader(&self) -> anyhow::Result<Client> {
+        let url = self.database_url().await?;
+        Ok(Client::builder(&url).schema(self.schema()).migrate(false).connect().await?)
     }
 }

@@ -1,4 +1,4 @@
-//! The sqlstreams command: see `sqlstreams --help`, or [`cli`] for where that text lives.
+//! The sqlstreams command.
 //!
 //! `main` parses ([`cli`]), gathers what commands share ([`context`]), runs one command ([`commands`], [`demo`]) and turns
 //! what went wrong into a line, a hint and an exit code ([`failure`]).
@@ -8,7 +8,12 @@ mod commands;
 mod context;
 mod demo;
 mod failure;
+mod output;
+mod payload;
+mod progress;
+mod signals;
 mod terminal;
+mod values;
 
 use std::process::ExitCode;
 
@@ -16,20 +21,39 @@ use clap::Parser;
 
 use crate::cli::Cli;
 use crate::context::Context;
+use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return refuse(&error),
+    };
     let context = Context::new(cli.global);
     terminal::init_tracing(context.verbosity());
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
-        Err(error) => return failure::report(&anyhow::Error::from(error), &context),
+        Err(error) => return failure::report(&anyhow::Error::from(error), context.json()),
     };
     let outcome = runtime.block_on(commands::run(cli.command, &context));
     // A thread that waits for a line from a terminal cannot be ended: do not wait for it.
     runtime.shutdown_background();
-    match outcome {
-        Ok(code) => code,
-        Err(error) => failure::report(&error, &context),
+    outcome.unwrap_or_else(|error| failure::report(&error, context.json()))
+}
+
+/// What clap has to say about the command line: help that was asked for, or what is wrong.
+fn refuse(error: &clap::Error) -> ExitCode {
+    let wants_json = std::env::args_os().any(|arg| arg == "--json");
+    if error.use_stderr() && wants_json {
+        let text = error.to_string();
+        let (first, rest) = text.trim().split_once('\n').unwrap_or((text.trim(), ""));
+        let message = first.trim_start_matches("error: ");
+        let failure = Failure::usage("usage", message);
+        return match rest.trim() {
+            "" => failure,
+            rest => failure.hint(rest),
+        }
+        .report(true);
     }
+    let _ = error.print();
+    ExitCode::from(if error.use_stderr() { failure::EXIT_USAGE } else { 0 })
 }

@@ -1,0 +1,33 @@
+//! `sqlstreams group show`.
+
+use clap::Args;
+
+use crate::commands::open_group;
+use crate::context::Context;
+use crate::output::{print_json, print_table};
+
+const AFTER_HELP: &str = concat!(
+    super::columns!(),
+    "
+Examples:
+  sqlstreams group show orders receipts
+  sqlstreams group show orders receipts --json | jq .lag"
+);
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ShowArgs {
+    /// The stream
+    stream: String,
+    /// The group
+    group: String,
+}
+
+pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()> {
+    let group = open_group(&context.reader().await?, &args.stream, &args.group).await?;
+    let status = group.status().await?;
+    match context.json() {
+        true => print_json(&super::to_json(&status)),
+        false => print_table(&super::to_table(&[status])),
+    }
+}

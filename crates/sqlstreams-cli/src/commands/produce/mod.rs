@@ -1,0 +1,196 @@
+//! `sqlstreams produce`.
+
+mod key;
+mod lines;
+mod send;
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::Args;
+use serde_json::json;
+use sqlstreams::{Bytes, Client, ErrorKind, PayloadType, Stream};
+
+use crate::context::Context;
+use crate::failure::Failure;
+use crate::output::{counted, print_json, thousands};
+use crate::progress::Progress;
+use crate::signals::Signals;
+use crate::values;
+
+use self::lines::Input;
+use self::send::{Sender, Sent};
+
+const AFTER_HELP: &str = "\
+Each line is the payload of one message, byte for byte without its line feed. Lines of blanks are
+passed over for json and jsonb. Messages get their ids in the order of the lines.
+
+Lines are sent in batches, each in one transaction: a batch is stored as a whole or not at all.
+A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
+  - Without --skip-invalid, a line that the stream cannot store (malformed JSON, NUL in text, above
+    64 MiB, no key where --key-field wants one) is an error that names it: its batch is refused,
+    earlier batches stay, later lines are not sent.
+  - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
+After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
+
+Examples:
+  sqlstreams produce orders orders.ndjson
+  jq -c '.[]' orders.json | sqlstreams produce orders --key-field customer
+  tail -F app.log | sqlstreams produce logs --create --payload-type text
+  sqlstreams produce orders dump.ndjson --skip-invalid 2> bad-lines.txt";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ProduceArgs {
+    /// The stream
+    stream: String,
+    /// The file to read, `-` for stdin
+    #[arg(default_value = "-")]
+    file: PathBuf,
+    /// Lines per transaction, at most
+    #[arg(long, value_name = "N", default_value = "1000", value_parser = values::at_least_one)]
+    batch: usize,
+    /// Take each message's key from this field of its JSON object: a string or a number
+    #[arg(long, value_name = "FIELD")]
+    key_field: Option<String>,
+    /// Report lines that cannot be stored on stderr and go on
+    #[arg(long)]
+    skip_invalid: bool,
+    /// Create the stream if there is none of that name
+    #[arg(long)]
+    create: bool,
+    /// How a stream made by --create stores payloads: json (default), jsonb, text or bytea
+    #[arg(long, value_name = "TYPE", requires = "create", value_parser = values::payload_type)]
+    payload_type: Option<PayloadType>,
+}
+
+pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<ExitCode> {
+    // Before anything is created for it.
+    let (file, size) = open(&args.file)?;
+    let stream = open_or_create(&context.writer().await?, &args).await?;
+    let signals = Signals::catch()?;
+    let input = Input {
+        file,
+        batch: args.batch,
+        key_field: args.key_field,
+        skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
+    };
+    let progress = Progress::new(context, size, "lines");
+    let mut sender = Sender::new(&stream, &progress, args.skip_invalid, context.json());
+    let result = sender.send(input, &signals.stop).await;
+    progress.clear();
+    let sent = sender.sent;
+    if let Err(error) = result {
+        return Err(with_progress(error, &sent).into());
+    }
+    let cut_short = signals.exit_code().filter(|_| sent.cut_short);
+    tell(context, &stream, &progress, &sent)?;
+    if let Some(code) = cut_short {
+        context.say(&format!("stopped by a signal; go on from line {}", sent.next_line));
+        return Ok(ExitCode::from(code));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What to read, and how much there is of it if that is known.
+fn open(path: &Path) -> Result<(Option<File>, Option<u64>), Failure> {
+    if path == Path::new("-") {
+        return Ok((None, None));
+    }
+    let refuse = |error: std::io::Error| {
+        Failure::usage("unreadable_file", format!("cannot read {}: {error}", path.display()))
+    };
+    let file = File::open(path).map_err(refuse)?;
+    let about = file.metadata().map_err(refuse)?;
+    if about.is_dir() {
+        return Err(Failure::usage(
+            "unreadable_file",
+            format!("cannot read {}: it is a folder", path.display()),
+        ));
+    }
+    let size = about.is_file().then_some(about.len());
+    Ok((Some(file), size))
+}
+
+async fn open_or_create(
+    client: &Client,
+    args: &ProduceArgs,
+) -> anyhow::Result<Stream<Vec<u8>, Bytes>> {
+    let builder = || client.stream::<Vec<u8>>(&args.stream).codec::<Bytes>();
+    if args.create {
+        let builder = match args.payload_type {
+            // Refused should the stream be there with another type.
+            Some(payload_type) => builder().payload_type(payload_type),
+            None => match builder().open().await {
+                Err(error) if error.kind() == ErrorKind::UnknownStream => {
+                    builder().payload_type(PayloadType::Json)
+                }
+                opened => return Ok(opened?),
+            },
+        };
+        return Ok(builder.create_if_missing().await?);
+    }
+    builder().open().await.map_err(|error| match error.kind() {
+        ErrorKind::UnknownStream => Failure::from(&error)
+            .also_hint("Create it with `sqlstreams stream create NAME`, or pass --create.")
+            .into(),
+        _ => error.into(),
+    })
+}
+
+/// The error, with what a person needs to go on after it.
+fn with_progress(error: anyhow::Error, sent: &Sent) -> Failure {
+    let stored = match sent.stored {
+        0 => "Nothing was stored.".to_owned(),
+        stored => format!(
+            "{} stored before; go on from line {}.",
+            if stored == 1 {
+                "1 line was".to_owned()
+            } else {
+                format!("{} lines were", thousands(stored))
+            },
+            sent.next_line
+        ),
+    };
+    Failure::from(&error)
+        .also_hint(&stored)
+        .detail("stored", sent.stored)
+        .detail("next_line", sent.next_line)
+}
+
+fn tell(
+    context: &Context,
+    stream: &Stream<Vec<u8>, Bytes>,
+    progress: &Progress,
+    sent: &Sent,
+) -> anyhow::Result<()> {
+    if context.json() {
+        return print_json(&json!({
+            "stream": stream.name(),
+            "stored": sent.stored,
+            "skipped": sent.skipped,
+            "blank": sent.blank,
+            "first_id": sent.ids.map(|ids| ids.0),
+            "last_id": sent.ids.map(|ids| ids.1),
+            "next_line": sent.next_line,
+            "seconds": progress.seconds(),
+        }));
+    }
+    let mut line = format!("{} stored in stream {:?}", counted(sent.stored, "line"), stream.name());
+    if let Some((first, last)) = sent.ids {
+        line += &format!(
+            ", ids {first} to {last}, in {:.1} s ({}/s)",
+            progress.seconds(),
+            thousands(progress.rate(sent.stored))
+        );
+    }
+    if sent.skipped > 0 {
+        line += &format!("; {} skipped", thousands(sent.skipped));
+    }
+    if sent.blank > 0 {
+        line += &format!("; {} passed over", counted(sent.blank, "blank line"));
+    }
+    anstream::eprintln!("{line}");
+    Ok(())
+}

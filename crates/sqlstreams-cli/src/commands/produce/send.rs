@@ -1,0 +1,217 @@
+//! Sending lines in batches, one after the other, so that ids follow the order of the lines and a refusal has a clear
+//! "before".
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use sqlstreams::{Bytes, CancellationToken, ErrorKind, Outgoing, Producer, Receipt, Stream};
+use tokio::time::{Instant, timeout_at};
+
+use crate::failure::Failure;
+use crate::output::printable;
+use crate::progress::Progress;
+
+use super::lines::{self, BATCH_BYTES, Input, Line};
+
+/// How long a batch that is not full waits for more lines.
+const LINGER: Duration = Duration::from_millis(100);
+
+/// What has become of the lines.
+#[derive(Debug, Clone)]
+pub(super) struct Sent {
+    pub(super) stored: u64,
+    /// Invalid lines that were left out.
+    pub(super) skipped: u64,
+    pub(super) blank: u64,
+    /// The first id and the last.
+    pub(super) ids: Option<(i64, i64)>,
+    /// The first line that was neither stored nor skipped.
+    pub(super) next_line: u64,
+    /// Whether a signal came before the end of the input.
+    pub(super) cut_short: bool,
+}
+
+pub(super) struct Sender<'a> {
+    producer: Producer<Vec<u8>, Bytes>,
+    progress: &'a Progress,
+    skip_invalid: bool,
+    json: bool,
+    /// Lines that were read and not sent, and what they weigh.
+    waiting: VecDeque<Line>,
+    waiting_bytes: usize,
+    read_bytes: u64,
+    pub(super) sent: Sent,
+}
+
+impl<'a> Sender<'a> {
+    pub(super) fn new(
+        stream: &Stream<Vec<u8>, Bytes>,
+        progress: &'a Progress,
+        skip_invalid: bool,
+        json: bool,
+    ) -> Self {
+        let sent =
+            Sent { stored: 0, skipped: 0, blank: 0, ids: None, next_line: 1, cut_short: false };
+        Self {
+            producer: stream.producer(),
+            progress,
+            skip_invalid,
+            json,
+            waiting: VecDeque::new(),
+            waiting_bytes: 0,
+            read_bytes: 0,
+            sent,
+        }
+    }
+
+    /// Sends everything, or up to the signal. A batch that is being sent is finished in any case.
+    pub(super) async fn send(
+        &mut self,
+        input: Input,
+        stop: &CancellationToken,
+    ) -> anyhow::Result<()> {
+        let size = input.batch;
+        let mut chunks = lines::read(input);
+        let mut deadline = None;
+        loop {
+            let due = deadline.unwrap_or_else(|| Instant::now() + Duration::from_secs(3600));
+            let chunk = tokio::select! {
+                biased;
+                () = stop.cancelled() => {
+                    self.sent.cut_short = true;
+                    return Ok(());
+                }
+                chunk = timeout_at(due, chunks.recv()) => chunk,
+            };
+            let (flush, end) = match chunk {
+                Err(_) => (true, false),
+                Ok(None) => (true, true),
+                Ok(Some(chunk)) => {
+                    let chunk = chunk.map_err(|error| {
+                        Failure::failed("unreadable_file", format!("cannot read on: {error}"))
+                    })?;
+                    self.sent.blank += chunk.blank;
+                    self.read_bytes = chunk.end.max(self.read_bytes);
+                    self.waiting_bytes +=
+                        chunk.lines.iter().map(|line| line.payload.len()).sum::<usize>();
+                    self.waiting.extend(chunk.lines);
+                    (false, false)
+                }
+            };
+            while self.waiting.len() >= size
+                || self.waiting_bytes >= BATCH_BYTES
+                || (flush && !self.waiting.is_empty())
+            {
+                if stop.is_cancelled() {
+                    break;
+                }
+                let batch = self.take_batch(size);
+                self.send_batch(batch).await?;
+            }
+            if end && !stop.is_cancelled() {
+                return Ok(());
+            }
+            deadline = match self.waiting.is_empty() {
+                true => None,
+                // Counted from the first line that waits.
+                false if flush || deadline.is_none() => Some(Instant::now() + LINGER),
+                false => deadline,
+            };
+        }
+    }
+
+    fn take_batch(&mut self, size: usize) -> Vec<Line> {
+        let mut batch = Vec::with_capacity(size.min(self.waiting.len()));
+        let mut bytes = 0;
+        while batch.len() < size && bytes < BATCH_BYTES {
+            let Some(line) = self.waiting.pop_front() else { break };
+            bytes += line.payload.len();
+            batch.push(line);
+        }
+        self.waiting_bytes = self.waiting_bytes.saturating_sub(bytes);
+        batch
+    }
+
+    async fn send_batch(&mut self, mut batch: Vec<Line>) -> anyhow::Result<()> {
+        let last = batch.last().map_or(self.sent.next_line, |line| line.number);
+        if let Some(line) = batch.iter().find(|line| line.invalid.is_some())
+            && !self.skip_invalid
+        {
+            let reason = line.invalid.clone().unwrap_or_default();
+            return Err(refused(line.number, &reason).into());
+        }
+        self.skip(&mut batch);
+        let receipts = match self.producer.send_all(batch.iter().map(outgoing)).await {
+            Err(error) if is_refusal(error.kind()) => match self.skip_invalid {
+                true => self.send_valid(batch).await?,
+                false => return Err(self.name_line(error, &batch).into()),
+            },
+            sent => sent?,
+        };
+        if let (Some(first), Some(last)) = (receipts.first(), receipts.last()) {
+            self.sent.ids = Some((self.sent.ids.map_or(first.id, |ids| ids.0), last.id));
+        }
+        self.sent.stored += receipts.len() as u64;
+        self.sent.next_line = last + 1;
+        self.progress.update(self.read_bytes, self.sent.stored);
+        Ok(())
+    }
+
+    /// Sends a batch that was refused without its invalid lines.
+    async fn send_valid(&mut self, mut batch: Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
+        for invalid in self.producer.find_invalid(batch.iter().map(outgoing)).await? {
+            batch[invalid.place].invalid = Some(invalid.reason);
+        }
+        self.skip(&mut batch);
+        Ok(self.producer.send_all(batch.iter().map(outgoing)).await?)
+    }
+
+    /// Reports the invalid lines of a batch and takes them out.
+    fn skip(&mut self, batch: &mut Vec<Line>) {
+        batch.retain(|line| {
+            let Some(reason) = &line.invalid else { return true };
+            let reason = printable(reason, 300);
+            if self.json {
+                let skipped = serde_json::json!({"line": line.number, "reason": reason});
+                self.progress.say(&serde_json::json!({ "skipped": skipped }).to_string());
+            } else {
+                self.progress.say(&format!("line {} skipped: {reason}", line.number));
+            }
+            self.sent.skipped += 1;
+            false
+        });
+    }
+
+    /// The error of a refused batch, in terms of lines.
+    fn name_line(&self, error: sqlstreams::Error, batch: &[Line]) -> Failure {
+        let Some(line) = error.place().and_then(|place| batch.get(place)) else {
+            return Failure::from(&error);
+        };
+        // "message 3 of 10: why" speaks of the batch.
+        let text = error.to_string();
+        let reason = match text.split_once(": ") {
+            Some((place, reason)) if place.starts_with("message ") => reason,
+            _ => &text,
+        };
+        refused(line.number, reason)
+    }
+}
+
+fn outgoing(line: &Line) -> Outgoing<'_, Vec<u8>> {
+    let message = Outgoing::new(&line.payload);
+    match &line.key {
+        Some(key) => message.key(key),
+        None => message,
+    }
+}
+
+/// Whether the error is about a message, not about the database.
+fn is_refusal(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::InvalidMessage | ErrorKind::TooLarge)
+}
+
+fn refused(line: u64, reason: &str) -> Failure {
+    Failure::failed("invalid_message", format!("line {line}: {}", printable(reason, 300)))
+        .hint("Mend the line, or pass --skip-invalid to leave such lines out.")
+        .detail("line", line)
+}

@@ -1,0 +1,48 @@
+//! `sqlstreams stream create`.
+
+use clap::Args;
+use sqlstreams::{Bytes, PayloadType};
+
+use crate::context::Context;
+use crate::output::{print, print_json};
+use crate::values;
+
+const AFTER_HELP: &str = "\
+Payload types, which a stream keeps for good:
+  json   JSON, checked and kept byte for byte (default)
+  jsonb  JSON in PostgreSQL's decomposed form: faster to query, spelling and key order are lost
+  text   any UTF-8 text
+  bytea  any bytes
+
+Examples:
+  sqlstreams stream create orders
+  sqlstreams stream create 'web logs' --payload-type text --partition-size 5000000";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct CreateArgs {
+    /// The name: any text of 1 to 200 bytes
+    name: String,
+    /// How payloads are stored: json, jsonb, text or bytea
+    #[arg(long, value_name = "TYPE", default_value = "json", value_parser = values::payload_type)]
+    payload_type: PayloadType,
+    /// Ids per partition of the log
+    #[arg(long, value_name = "IDS", default_value_t = 1_000_000)]
+    partition_size: i64,
+}
+
+pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
+    let stream = context
+        .writer()
+        .await?
+        .stream::<Vec<u8>>(args.name)
+        .codec::<Bytes>()
+        .payload_type(args.payload_type)
+        .partition_size(args.partition_size)
+        .create()
+        .await?;
+    if context.json() {
+        return print_json(&super::to_json(&stream.info().await?));
+    }
+    print(format_args!("created stream {:?} for {}", stream.name(), stream.payload_type()))
+}

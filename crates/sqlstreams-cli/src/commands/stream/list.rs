@@ -1,0 +1,39 @@
+//! `sqlstreams stream list`.
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::context::Context;
+use crate::output::{print, print_json, print_table, printable, short_time, table, thousands};
+
+const AFTER_HELP: &str = "\
+Columns: HEAD is the id of the newest message, an upper bound of how many there were.
+
+Examples:
+  sqlstreams stream list
+  sqlstreams stream list --json | jq -r '.[].name'";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ListArgs {}
+
+pub(crate) async fn run(_args: ListArgs, context: &Context) -> anyhow::Result<()> {
+    let streams = context.reader().await?.streams().await?;
+    if context.json() {
+        return print_json(&Value::from_iter(streams.iter().map(super::to_json)));
+    }
+    if streams.is_empty() {
+        return print("no streams yet; create one with `sqlstreams stream create NAME`");
+    }
+    let mut rows = table(&["NAME", "PAYLOAD", "#HEAD", "#GROUPS", "CREATED"]);
+    for stream in &streams {
+        rows.add_row([
+            printable(&stream.name, 60),
+            stream.payload_type.to_string(),
+            thousands(stream.head),
+            thousands(stream.groups),
+            short_time(stream.created_at),
+        ]);
+    }
+    print_table(&rows)
+}

@@ -1,0 +1,46 @@
+//! `sqlstreams stream …`.
+
+mod create;
+mod drop;
+mod list;
+mod show;
+
+use clap::Subcommand;
+use serde_json::{Value, json};
+use sqlstreams::StreamInfo;
+
+use crate::context::Context;
+use crate::output::time;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum StreamCommand {
+    /// Create a stream
+    Create(create::CreateArgs),
+    /// List the streams
+    List(list::ListArgs),
+    /// Show a stream and its groups
+    Show(show::ShowArgs),
+    /// Drop a stream with all its messages and groups
+    Drop(drop::DropArgs),
+}
+
+pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Result<()> {
+    match command {
+        StreamCommand::Create(args) => create::run(args, context).await,
+        StreamCommand::List(args) => list::run(args, context).await,
+        StreamCommand::Show(args) => show::run(args, context).await,
+        StreamCommand::Drop(args) => drop::run(args, context).await,
+    }
+}
+
+fn to_json(stream: &StreamInfo) -> Value {
+    json!({
+        "id": stream.id,
+        "name": stream.name,
+        "payload_type": stream.payload_type.as_str(),
+        "partition_size": stream.partition_size,
+        "created_at": time(stream.created_at),
+        "head": stream.head,
+        "groups": stream.groups,
+    })
+}

@@ -1,0 +1,46 @@
+//! `sqlstreams stream show`.
+
+use clap::Args;
+use serde_json::Value;
+
+use crate::commands::{group, open_stream};
+use crate::context::Context;
+use crate::output::{print, print_json, print_table, printable, short_time, thousands};
+
+const AFTER_HELP: &str = "\
+With --json, `groups` holds the groups as `sqlstreams group list` shows them.
+
+Examples:
+  sqlstreams stream show orders
+  sqlstreams stream show orders --json | jq '.groups[].lag'";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ShowArgs {
+    /// The stream
+    name: String,
+}
+
+pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()> {
+    let stream = open_stream(&context.reader().await?, &args.name).await?;
+    let info = stream.info().await?;
+    let groups = stream.groups().await?;
+    if context.json() {
+        let mut document = super::to_json(&info);
+        document["groups"] = Value::from_iter(groups.iter().map(group::to_json));
+        return print_json(&document);
+    }
+    print(format_args!(
+        "stream {}\n  payloads   {}\n  head       {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
+        printable(&info.name, 200),
+        info.payload_type,
+        thousands(info.head),
+        short_time(info.created_at),
+        info.id,
+        thousands(info.partition_size),
+    ))?;
+    match groups.is_empty() {
+        true => print("no groups yet"),
+        false => print_table(&group::to_table(&groups)),
+    }
+}

@@ -1,0 +1,98 @@
+//! Values of options that are more than a number or a word.
+
+use std::time::{Duration, SystemTime};
+
+use jiff::civil::DateTime;
+use jiff::tz::TimeZone;
+use jiff::{SignedDuration, Timestamp};
+use sqlstreams::{PayloadType, Start};
+
+/// `15s`, `1m 30s`, `500ms`.
+pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    if text.trim().parse::<f64>().is_ok() {
+        return Err(format!("it lacks a unit: write {}s for seconds", text.trim()));
+    }
+    let parsed: SignedDuration =
+        text.parse().map_err(|_| "write it as 500ms, 15s, 5m or 1h 30m".to_owned())?;
+    match Duration::try_from(parsed) {
+        Ok(duration) if !duration.is_zero() => Ok(duration),
+        _ => Err("it has to be longer than nothing".to_owned()),
+    }
+}
+
+/// `beginning`, `latest`, an id, a time, or how long ago.
+pub(crate) fn start(text: &str) -> Result<Start, String> {
+    let text = text.trim();
+    match text {
+        "beginning" => return Ok(Start::Beginning),
+        "latest" => return Ok(Start::Latest),
+        _ => {}
+    }
+    if let Ok(id) = text.parse::<i64>() {
+        return match id {
+            1.. => Ok(Start::Id(id)),
+            _ => Err("ids begin at 1".to_owned()),
+        };
+    }
+    if let Ok(at) = text.parse::<Timestamp>() {
+        return instant(at);
+    }
+    if let Ok(at) = text.parse::<DateTime>()
+        && let Ok(at) = TimeZone::UTC.to_timestamp(at)
+    {
+        return instant(at);
+    }
+    if let Some(ago) = text.strip_suffix("ago")
+        && let Ok(ago) = duration(ago)
+        && let Some(at) = SystemTime::now().checked_sub(ago)
+    {
+        return Ok(Start::Time(at));
+    }
+    Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\")"
+        .to_owned())
+}
+
+fn instant(at: Timestamp) -> Result<Start, String> {
+    SystemTime::try_from(at).map(Start::Time).map_err(|_| "that is beyond the calendar".to_owned())
+}
+
+/// `json`, `jsonb`, `text` or `bytea`.
+pub(crate) fn payload_type(text: &str) -> Result<PayloadType, String> {
+    text.parse().map_err(|_| "choose json, jsonb, text or bytea".to_owned())
+}
+
+/// A number of things, at least one.
+pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.replace('_', "").parse() {
+        Ok(0) => Err("it has to be at least 1".to_owned()),
+        Ok(number) => Ok(number),
+        Err(_) => Err("it is not a whole number".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_units() {
+        assert_eq!(duration("1m 30s"), Ok(Duration::from_secs(90)));
+        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
+        assert!(duration("15").unwrap_err().contains("15s"));
+        assert!(duration("0s").is_err() && duration("-1s").is_err() && duration("soon").is_err());
+    }
+
+    #[test]
+    fn starts_are_words_ids_or_times() {
+        let noon = SystemTime::UNIX_EPOCH + Duration::from_secs(12 * 3600);
+        assert_eq!(start("beginning"), Ok(Start::Beginning));
+        assert_eq!(start("latest"), Ok(Start::Latest));
+        assert_eq!(start("1042"), Ok(Start::Id(1042)));
+        for text in ["1970-01-01T12:00:00Z", "1970-01-01T14:00+02:00", "1970-01-01 12:00"] {
+            assert_eq!(start(text), Ok(Start::Time(noon)), "{text}");
+        }
+        assert_eq!(start("1970-01-01"), Ok(Start::Time(SystemTime::UNIX_EPOCH)));
+        assert!(matches!(start("2h ago"), Ok(Start::Time(at)) if at < SystemTime::now()));
+        assert!(start("0").is_err() && start("-5").is_err() && start("yesterday").is_err());
+    }
+}
