@@ -1,4 +1,72 @@
 //! The queue and the log fused into one system, as tables in the PostgreSQL you already run.
+//!
+//! A **stream** is a log: messages in the order they were inserted, kept, read again from the beginning by any number of
+//! **consumer groups**. And it is a queue: when a group fails on a message, that message becomes a row of the group's
+//! **exception queue**, with retries, backoff, dead letters and redrive, for this group alone. What succeeds never gets a row
+//! of its own: a million clean messages cost one advancing integer per group.
+//!
+//! # Quick start
+//!
+//! ```no_run
+//! use serde::{Deserialize, Serialize};
+//! use sqlstreams::{Client, Message, Outcome};
+//!
+//! #[derive(Serialize, Deserialize)]
+//! struct OrderPlaced {
+//!     id: u64,
+//!     total: f64,
+//! }
+//!
+//! # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+//! // Installs its tables in schema `sqlstreams` if they are not there.
+//! let client = Client::connect("postgres://app@localhost/shop").await?;
+//! let orders = client.stream::<OrderPlaced>("orders").create_if_missing().await?;
+//!
+//! // Durable when it returns; concurrent calls share transactions.
+//! let producer = orders.producer();
+//! producer.send(&OrderPlaced { id: 1, total: 9.5 }).key("customer-42").await?;
+//!
+//! // Runs until it is stopped.
+//! orders
+//!     .group("receipts")
+//!     .consumer()
+//!     .concurrency(16)
+//!     .run(async |message: Message<OrderPlaced>| {
+//!         if message.payload.total < 0.0 {
+//!             return Ok(Outcome::Dead("a negative total".into()));
+//!         }
+//!         send_receipt(&message.payload).await?; // an error: tried again later
+//!         Ok::<_, std::io::Error>(Outcome::Done)
+//!     })
+//!     .await?;
+//! # Ok(()) }
+//! # async fn send_receipt(_: &OrderPlaced) -> std::io::Result<()> { Ok(()) }
+//! ```
+//!
+//! # Behaviour
+//!
+//! **Producing** is an insert: by a [`Producer`], in a transaction of its own, or by [`Stream::send_in`], in yours, so that a
+//! message exists if and only if what it tells of does.
+//!
+//! **Delivery.** Every committed message reaches every group at least once, in id order as far as concurrency goes, and never
+//! before its transaction has committed. A message that commits late is not passed over: a group waits for transactions that
+//! are writing to the same stream, and for no others.
+//!
+//! **Failure.** An error, a panic or a timeout of a handler is a failed attempt: the message is tried again after a backoff,
+//! up to the group's `max_attempts`, then it is a dead letter, which an operator redrives or discards
+//! ([`Group::redrive`], [`Group::discard`]). Meanwhile the group goes on with the messages after it.
+//!
+//! **Crashes.** A consumer's messages are leased, 15 s by default, and the lease is renewed while the consumer lives. When it
+//! dies, another takes over what was unfinished. After a crash of the *server*, some messages that were handled just before
+//! may be handled again; nothing that was acknowledged as sent is lost.
+//!
+//! **PostgreSQL** 15 or newer with UTF-8, no extension, no superuser. Works through poolers in transaction mode.
+//!
+//! # Errors
+//!
+//! One type, [`Error`]: [`kind`](Error::kind) to match on, a stable [`code`](Error::code), what happened, and a
+//! [`hint`](Error::hint) at what to do.
+
 mod client;
 mod connect;
 mod consume;
