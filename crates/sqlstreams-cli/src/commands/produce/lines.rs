@@ -85,9 +85,9 @@ fn read_all<R: Read>(
                 chunk.lines.push(line(number, std::mem::take(&mut payload), length, input));
             }
         }
-        // With an empty buffer the next read may wait: hand over what there is.
         let full = chunk.lines.len() >= input.batch || bytes >= BATCH_BYTES;
-        if full || length == 0 || reader.buffer().is_empty() {
+        // Without another whole line in the buffer, the next read may wait: hand over what there is.
+        if full || length == 0 || !reader.buffer().contains(&b'\n') {
             if chunks.blocking_send(Ok(std::mem::take(&mut chunk))).is_err() {
                 return Ok(());
             }
