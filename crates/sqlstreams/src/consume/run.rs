@@ -225,7 +225,8 @@ impl Coordinator {
             self.protocol.claim_exceptions(token, limit as i64, suspect, due_from).await?;
         self.exceptions_next = false;
         if suspect {
-            self.seen.suspect = false;
+            // Where one was, more may be: the next is asked for as soon as this one has ended, not at the next poll.
+            self.seen.suspect = !claimed.messages.is_empty();
         } else {
             self.seen.due = claimed.messages.len() == limit;
             self.due_from.claimed(claimed.earliest_due);
