@@ -6,7 +6,8 @@
 --
 -- Under a held snapshot the rows claimed and settled before stay in the index, all with an earlier due_at. Callers that
 -- claim often pass p_due_from, the smallest due_at they got last less a second, and every few seconds -infinity: every way
--- to ready sets due_at >= clock_timestamp(), so nothing hides below for long.
+-- to ready sets due_at >= clock_timestamp(), so nothing hides below for long. With a bound only leases that ran out in
+-- the last second are looked for, too: the rows that were in flight before lie dead below that.
 CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
                attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
@@ -20,7 +21,7 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
-    PERFORM reclaim_exceptions(p_stream, g);
+    PERFORM reclaim_exceptions(p_stream, g, p_due_from);
     -- In a variable: in the query itself it would be a filter, not a bound of the index scan. Taken after the
     -- reclaim, whose rows are due at its own clock, so that this call can hand them out.
     started := clock_timestamp();
@@ -49,19 +50,26 @@ BEGIN
         USING p_group, ids, (SELECT min(i) FROM unnest(ids) AS i), g.lease_duration, (SELECT max(i) FROM unnest(ids) AS i);
 END $$;
 
+-- From when on a caller that bounds its look at the due exceptions looks for leases that ran out.
+CREATE OR REPLACE FUNCTION lapsed_since(p_now timestamptz, p_due_from timestamptz) RETURNS timestamptz
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN p_due_from > '-infinity' THEN p_now - interval '1 second' ELSE '-infinity' END
+$$;
+
 -- Exceptions whose lease ran out can be claimed again, as suspects. A lost lease is not an attempt, unless the message
 -- was alone in it: then nothing else can have killed the process.
-CREATE OR REPLACE FUNCTION reclaim_exceptions(p_stream bigint, g consumer_group) RETURNS void
+CREATE OR REPLACE FUNCTION reclaim_exceptions(p_stream bigint, g consumer_group, p_due_from timestamptz) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     started timestamptz := clock_timestamp();
+    since   timestamptz := lapsed_since(started, p_due_from);
     lapsed  bigint[];
 BEGIN
     EXECUTE format(
         'SELECT array_agg(message_id) FROM (
-             SELECT message_id FROM %I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2
+             SELECT message_id FROM %I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2 AND lease_expires_at >= $3
              ORDER BY lease_expires_at LIMIT 1000 FOR UPDATE SKIP LOCKED) AS x', 'exception_queue_' || p_stream)
-        INTO lapsed USING g.id, started;
+        INTO lapsed USING g.id, started, since;
     IF lapsed IS NULL THEN
         RETURN;
     END IF;

@@ -115,8 +115,8 @@ BEGIN
     EXECUTE format('SELECT EXISTS (SELECT FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3)', 'consumer_lease_' || p_stream)
         INTO lapsed USING p_group, c.first_open, now;
     EXECUTE format('SELECT EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND losses = 0 AND due_at <= $2 AND due_at >= $3)
-                        OR EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2),
+                        OR EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2 AND lease_expires_at >= $4),
                            EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND losses > 0 AND due_at <= $2)', 'exception_queue_' || p_stream)
-        INTO due, suspect USING p_group, now, p_due_from;
+        INTO due, suspect USING p_group, now, p_due_from, lapsed_since(now, p_due_from);
     RETURN NEXT;
 END $$;
