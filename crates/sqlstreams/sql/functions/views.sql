@@ -2,11 +2,13 @@
 --
 -- The tables exist once per stream, so each view is a function that goes through the streams; the functions take a
 -- stream and a group name to look at less (NULL: all), which the views cannot push down.
+-- Without jit: where a sequential scan is the only way (a sequence), ruling it out makes the plan look dear enough to be
+-- compiled before 18, and looking at eight groups took 330 ms instead of 10.
 
 CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
                open_leases bigint, ready bigint, inflight bigint, dead bigint)
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     s record;
@@ -31,7 +33,7 @@ CREATE OR REPLACE VIEW consumer_group_cursor AS SELECT * FROM list_cursors();
 
 CREATE OR REPLACE FUNCTION list_leases(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, seq bigint, token uuid, pending int8multirange, expires_at timestamptz, reclaims int)
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     s record;
@@ -53,7 +55,7 @@ CREATE OR REPLACE FUNCTION list_exceptions(p_stream text DEFAULT NULL, p_group t
     p_after bigint DEFAULT 0, p_limit bigint DEFAULT 9223372036854775807)
 RETURNS TABLE (stream text, consumer_group text, message_id bigint, state text, attempts int, delays int, losses int, redrives int,
                due_at timestamptz, lease_expires_at timestamptz, key text, last_error text, history jsonb, first_failed_at timestamptz, dead_at timestamptz)
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     s record;
