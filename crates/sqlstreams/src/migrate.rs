@@ -102,8 +102,8 @@ pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<Mi
     };
     let exists = tx
         .query_typed_one(
-            "SELECT to_regnamespace($1) IS NOT NULL",
-            &[(&schema.quoted(), Type::TEXT)],
+            "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)",
+            &[(&schema.name(), Type::TEXT)],
         )
         .await
         .map_err(failed)?
@@ -225,8 +225,12 @@ async fn installed(
 ) -> Result<Installed> {
     let failed = |e| Error::from_driver(e, "look at the schema");
     let table = format!("{}.schema_migration", schema.quoted());
+    // Not by to_regclass: a session that has once found nothing remembers that while it waits for the lock.
     let exists = client
-        .query_typed("SELECT to_regclass($1) IS NOT NULL", &[(&table, Type::TEXT)])
+        .query_typed(
+            "SELECT EXISTS (SELECT FROM pg_class WHERE relname = 'schema_migration' AND relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = $1))",
+            &[(&schema.name(), Type::TEXT)],
+        )
         .await
         .map_err(failed)?
         .first()
