@@ -43,6 +43,10 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     c group_cursor;
 BEGIN
+    -- A stream that was dropped is to be called so, not a missing table.
+    IF to_regclass(format('%I', 'consumer_group_cursor_' || p_stream)) IS NULL THEN
+        PERFORM require_stream(p_stream);
+    END IF;
     EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1',
                    'consumer_group_cursor_' || p_stream)
         INTO c USING p_group;

@@ -24,9 +24,9 @@ END $$;
 CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off AS $$
 DECLARE
+    size bigint := (require_stream(p_stream)).partition_size;
     lo   bigint := 0;                              -- everything at or below is older
     hi   bigint := log_head(p_stream) + 1;         -- from here on nothing is older
-    size bigint := (require_stream(p_stream)).partition_size;
     mid  bigint;
     seen record;
 BEGIN
