@@ -3,16 +3,21 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
 
 mod consume;
+mod crash;
+mod economics;
 mod exceptions;
 mod fence;
 mod fence_restart;
 mod groups;
+mod horizon;
 mod isolation;
 mod late_commits;
+mod places;
 mod plain;
 mod produce;
 mod retry;
 mod rotation;
+mod schema;
 mod support;
 mod tokens;
 mod unrelated;

@@ -27,8 +27,6 @@ pub struct Lease {
 /// group's backoff).
 pub type Verdict = (i64, &'static str, Option<f64>);
 
-pub const NO_IDS: &str = "{}";
-
 /// Installs the schema, makes stream 1 with group `g`, and returns a consumer of it.
 pub async fn installed(url: &str) -> Plain {
     Client::connect(url).await.unwrap();
