@@ -41,7 +41,8 @@ pub(crate) struct Cli {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Global {
-    /// The database: a URL or `host=… dbname=…`, as psql takes it
+    /// The database: a URL or `host=… dbname=…`, as psql takes it. A password is better kept in
+    /// DATABASE_URL, PGPASSWORD or ~/.pgpass: others can see command lines
     #[arg(long, global = true, env = "DATABASE_URL", hide_env_values = true, value_name = "URL")]
     pub(crate) database_url: Option<String>,
     /// The schema that holds the streams

@@ -71,7 +71,7 @@ pub(crate) fn printable(text: &str, most: usize) -> String {
             break;
         }
         match character {
-            '\n' => line.push_str("⏎"),
+            '\n' => line.push('⏎'),
             c if c.is_control() => line.extend(c.escape_default()),
             c => line.push(c),
         }

@@ -22,8 +22,17 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// From here on signals do not end the process by themselves.
+    /// From here on the first signal does not end the process by itself; the second does.
     pub(crate) fn catch() -> io::Result<Self> {
+        Self::catch_and_leave(Duration::ZERO)
+    }
+
+    /// The same, with a moment after the second signal for ending handlers and handing their messages back.
+    pub(crate) fn catch_for_handlers() -> io::Result<Self> {
+        Self::catch_and_leave(LAST_WORDS)
+    }
+
+    fn catch_and_leave(last_words: Duration) -> io::Result<Self> {
         let signals = Self {
             stop: CancellationToken::new(),
             abort: CancellationToken::new(),
@@ -46,7 +55,7 @@ impl Signals {
             told.abort.cancel();
             tokio::select! {
                 _ = next() => {}
-                () = tokio::time::sleep(LAST_WORDS) => {}
+                () = tokio::time::sleep(last_words) => {}
             }
             std::process::exit(128 + i32::from(first));
         });

@@ -28,11 +28,14 @@ pub(crate) fn init_tracing(verbosity: u8) {
         _ => "trace",
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
-    tracing_subscriber::fmt()
+    let logs = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
         .with_ansi(stderr_is_coloured())
         .with_target(verbosity > 1)
-        .compact()
-        .init();
+        .compact();
+    match verbosity {
+        0 => logs.without_time().init(),
+        _ => logs.init(),
+    }
 }

@@ -1,8 +1,11 @@
 //! Runs the built program against a private cluster, one for the whole run, with a database per test.
 
+#![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
+
 mod consume;
 mod databases;
 mod dead;
+mod demo;
 mod exec;
 mod help;
 mod kept;

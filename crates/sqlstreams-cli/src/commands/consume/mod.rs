@@ -19,7 +19,7 @@ use sqlstreams::{
 use crate::commands::open_stream;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output::thousands;
+use crate::output::{counted, thousands};
 use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::values;
@@ -120,8 +120,11 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     let client = context.writer().await?;
     let stream = open_stream(&client, &args.stream).await?;
     let group = prepare(&stream, &args, context).await?;
-    let shared =
-        Shared { signals: Signals::catch()?, fatal: Arc::default(), handled: Arc::default() };
+    let shared = Shared {
+        signals: Signals::catch_for_handlers()?,
+        fatal: Arc::default(),
+        handled: Arc::default(),
+    };
     let default_concurrency = if args.exec.is_some() { 1 } else { PRINTERS };
     let mut consumer = group
         .consumer()
@@ -231,9 +234,9 @@ fn tell(context: &Context, args: &ConsumeArgs, progress: &Progress, consumed: &C
         let more = match (retried, dead) {
             (0, 0) => String::new(),
             _ => format!(
-                ", {} failed and go to another attempt or died, {} dead at once",
-                thousands(retried),
-                thousands(dead)
+                ", {}, {} made at once",
+                counted(retried, "failed attempt"),
+                counted(dead, "dead letter")
             ),
         };
         writeln!(

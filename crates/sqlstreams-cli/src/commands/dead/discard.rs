@@ -17,7 +17,10 @@ Examples:
   sqlstreams dead discard orders --group receipts --all --yes";
 
 #[derive(Debug, Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(
+    after_help = AFTER_HELP,
+    override_usage = "sqlstreams dead discard [OPTIONS] <STREAM> --group <GROUP> <--all|ID...> [--yes]"
+)]
 pub(crate) struct DiscardArgs {
     /// The stream
     stream: String,

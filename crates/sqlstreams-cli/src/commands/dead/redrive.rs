@@ -16,7 +16,10 @@ Examples:
   sqlstreams dead redrive orders --group receipts --all";
 
 #[derive(Debug, Args)]
-#[command(after_help = AFTER_HELP)]
+#[command(
+    after_help = AFTER_HELP,
+    override_usage = "sqlstreams dead redrive [OPTIONS] <STREAM> --group <GROUP> <--all|ID...>"
+)]
 pub(crate) struct RedriveArgs {
     /// The stream
     stream: String,
