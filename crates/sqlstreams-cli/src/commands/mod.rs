@@ -21,7 +21,7 @@ use crate::failure::Failure;
 /// Runs a command. What it returns is the exit code of the process.
 pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Demo(args) => demo::run(args, context).await?,
+        Command::Demo(args) => return demo::run(args, context).await,
         Command::Up(args) => up::run(args, context).await?,
         Command::Down(args) => down::run(args, context).await?,
         Command::Migrate(args) => migrate::run(args, context).await?,
