@@ -95,3 +95,40 @@ impl StreamQueries {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use sqlstreams_dev::Cluster;
+
+    use super::*;
+    use crate::Client;
+
+    /// What a macro that checks SQL at build time would buy, without a database at build time.
+    #[tokio::test]
+    async fn every_query_prepares_with_the_types_it_is_sent_with() {
+        let cluster = tokio::task::spawn_blocking(|| Cluster::builder().durable(false).start());
+        let cluster = cluster.await.unwrap().unwrap();
+        let schema = Schema::new(r#"we"ird, Schema é"#).unwrap();
+        let client = Client::builder(&cluster.url("postgres")).schema(schema.name());
+        let client = client.connect().await.unwrap();
+        let connection = client.connection("prepare").await.unwrap();
+        let payload_types =
+            [PayloadType::Json, PayloadType::Jsonb, PayloadType::Text, PayloadType::Bytea];
+        for (i, payload_type) in payload_types.into_iter().enumerate() {
+            let stream = client.stream::<u8>(format!("s{i}")).payload_type(payload_type);
+            let stream = stream.create().await.unwrap();
+            let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
+            for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
+                let types = match name {
+                    "insert" => [query.types, &[payload_type.array_type()]].concat(),
+                    _ => query.types.to_vec(),
+                };
+                let prepared = connection.prepare_typed(&query.sql, &types).await;
+                let prepared = prepared.unwrap_or_else(|e| panic!("{name}: {e:?}"));
+                assert_eq!(prepared.params(), types, "{name}");
+            }
+        }
+        // Stopping blocks.
+        tokio::task::spawn_blocking(move || drop(cluster)).await.unwrap();
+    }
+}

@@ -17,6 +17,7 @@ use super::{Consumed, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Message, RawMessage};
 use crate::outcome::{IntoOutcome, Verdict};
+use crate::partitions;
 use crate::payload::Codec;
 
 /// The pause between two polls of an idle group, growing from the first to the second.
@@ -194,6 +195,10 @@ impl Coordinator {
             Some(claimed) => {
                 self.poll_pause = POLL.0;
                 let token = claimed.token;
+                // Producers of other kinds may not look after partitions.
+                if let Some(last) = claimed.pending.last() {
+                    partitions::look_after(&self.protocol.stream, last);
+                }
                 // Short of what was asked for: that may have been all. Ask again by a poll, which locks nothing.
                 let short = claimed
                     .pending

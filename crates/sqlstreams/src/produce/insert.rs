@@ -1,13 +1,13 @@
 //! Inserting in a transaction of our own, with what may go wrong there.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use tokio_postgres::error::SqlState;
 
 use super::executor::Batch;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
+use crate::partitions;
 use crate::stream::StreamInner;
 
 /// One statement takes so many messages and about so many bytes at most; a larger batch takes several, in one transaction.
@@ -58,12 +58,14 @@ pub(crate) async fn insert_unchecked(
     loop {
         match try_insert(stream, messages).await {
             Ok(ids) => {
-                look_after_partitions(stream, &ids);
+                if let Some(last) = ids.last() {
+                    partitions::look_after(stream, *last);
+                }
                 return Ok(ids);
             }
             Err(Failure::OutOfPartitions(_)) if made_room < 3 => {
                 made_room += 1;
-                ensure_partitions(stream, messages.len()).await?;
+                partitions::ensure(stream, messages.len()).await?;
             }
             Err(Failure::OutOfPartitions(e)) => return Err(Error::from_driver(e, "produce")),
             Err(Failure::Other(error)) => return Err(error),
@@ -174,46 +176,6 @@ fn chunks(messages: &[Encoded]) -> impl Iterator<Item = (usize, &[Encoded])> {
         start += chunk.len();
         Some((place, chunk))
     })
-}
-
-/// Now and then, beside the work: makes the partitions that will be needed soon.
-fn look_after_partitions(stream: &Arc<StreamInner>, ids: &[i64]) {
-    let Some(&last) = ids.last() else { return };
-    let due = stream.next_upkeep.load(Ordering::Relaxed);
-    if last < due
-        || stream
-            .next_upkeep
-            .compare_exchange(
-                due,
-                last + (stream.partition_size / 2).max(1),
-                Ordering::Relaxed,
-                Ordering::Relaxed,
-            )
-            .is_err()
-    {
-        return;
-    }
-    let stream = stream.clone();
-    tokio::spawn(async move {
-        if let Err(error) = ensure_partitions(&stream, 0).await {
-            tracing::warn!(
-                stream = stream.name,
-                error = &error as &dyn std::error::Error,
-                "could not make partitions ahead"
-            );
-        }
-    });
-}
-
-async fn ensure_partitions(stream: &StreamInner, messages: usize) -> Result<()> {
-    let client = &stream.client;
-    let needed = i64::try_from(messages).unwrap_or(i64::MAX) / stream.partition_size;
-    // Three beyond what is needed: so far ahead does create_stream begin, too.
-    let ahead = i32::try_from(needed.saturating_add(3)).unwrap_or(i32::MAX);
-    client
-        .query(&client.inner.queries.ensure_partitions, &[&stream.id, &ahead], "make partitions")
-        .await?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -8,4 +8,4 @@ mod send;
 pub use self::executor::Executor;
 pub use self::insert::{InvalidMessage, Receipt};
 pub use self::producer::Producer;
-pub use self::send::{Send, SendIn};
+pub use self::send::{SendBuilder, SendInBuilder};

@@ -3,7 +3,7 @@
 use tokio::sync::{mpsc, oneshot};
 
 use super::insert::{self, InvalidMessage, Receipt, STATEMENT_BYTES, STATEMENT_MESSAGES};
-use super::send::Send;
+use super::send::SendBuilder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Encoded, Outgoing};
 use crate::payload::{Codec, Json};
@@ -39,7 +39,7 @@ struct Waiting {
     reply: oneshot::Sender<Result<Receipt>>,
 }
 
-impl<T: std::marker::Send + 'static, C: Codec<T>> Producer<T, C> {
+impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
     pub(crate) fn new(stream: Stream<T, C>) -> Self {
         let (queue, waiting) = mpsc::channel(QUEUE);
         tokio::spawn(send_gathered(stream.clone(), waiting));
@@ -61,8 +61,8 @@ impl<T: std::marker::Send + 'static, C: Codec<T>> Producer<T, C> {
     ///
     /// # Cancellation
     /// Dropped before it has waited for the first time, nothing is sent; later, the message may be stored all the same.
-    pub fn send<'a>(&'a self, payload: &'a T) -> Send<'a, T, C> {
-        Send::new(self, Outgoing::new(payload))
+    pub fn send<'a>(&'a self, payload: &'a T) -> SendBuilder<'a, T, C> {
+        SendBuilder::new(self, Outgoing::new(payload))
     }
 
     /// Sends any number of messages in one transaction: all are stored, or none. Returns where, in order.

@@ -13,14 +13,14 @@ use crate::stream::Stream;
 
 /// One message to send; from [`Producer::send`]. Await it.
 #[must_use = "nothing is sent until it is awaited"]
-pub struct Send<'a, T, C = Json> {
+pub struct SendBuilder<'a, T, C = Json> {
     producer: &'a Producer<T, C>,
     message: Outgoing<'a, T>,
 }
 
 /// One message to send in the caller's transaction; from [`Stream::send_in`]. Await it.
 #[must_use = "nothing is sent until it is awaited"]
-pub struct SendIn<'a, E, T, C = Json> {
+pub struct SendInBuilder<'a, E, T, C = Json> {
     stream: &'a Stream<T, C>,
     executor: &'a E,
     message: Outgoing<'a, T>,
@@ -48,7 +48,7 @@ macro_rules! metadata {
     };
 }
 
-impl<'a, T, C> Send<'a, T, C> {
+impl<'a, T, C> SendBuilder<'a, T, C> {
     pub(crate) fn new(producer: &'a Producer<T, C>, message: Outgoing<'a, T>) -> Self {
         Self { producer, message }
     }
@@ -56,31 +56,31 @@ impl<'a, T, C> Send<'a, T, C> {
     metadata!();
 }
 
-impl<'a, T, C> IntoFuture for Send<'a, T, C>
+impl<'a, T, C> IntoFuture for SendBuilder<'a, T, C>
 where
-    T: std::marker::Send + Sync + 'static,
+    T: Send + Sync + 'static,
     C: Codec<T>,
 {
     type Output = Result<Receipt>;
-    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + std::marker::Send + 'a>>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + Send + 'a>>;
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(self.producer.enqueue(self.message))
     }
 }
 
-impl<E, T, C> SendIn<'_, E, T, C> {
+impl<E, T, C> SendInBuilder<'_, E, T, C> {
     metadata!();
 }
 
-impl<'a, E, T, C> IntoFuture for SendIn<'a, E, T, C>
+impl<'a, E, T, C> IntoFuture for SendInBuilder<'a, E, T, C>
 where
     E: Executor,
-    T: std::marker::Send + Sync + 'static,
+    T: Send + Sync + 'static,
     C: Codec<T>,
 {
     type Output = Result<Receipt>;
-    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + std::marker::Send + 'a>>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Result<Receipt>> + Send + 'a>>;
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
@@ -120,8 +120,8 @@ impl<T, C: Codec<T>> Stream<T, C> {
         &'a self,
         executor: &'a E,
         payload: &'a T,
-    ) -> SendIn<'a, E, T, C> {
-        SendIn { stream: self, executor, message: Outgoing::new(payload) }
+    ) -> SendInBuilder<'a, E, T, C> {
+        SendInBuilder { stream: self, executor, message: Outgoing::new(payload) }
     }
 
     /// Sends messages in the caller's own transaction, in one statement. Returns where they were stored, in order.

@@ -1,0 +1,43 @@
+//! Partitions of the log, made ahead by whoever works with the stream.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::error::Result;
+use crate::stream::StreamInner;
+
+/// So many partitions there are beyond the one that is written to.
+const AHEAD: i64 = 3;
+
+/// Twice per partition, beside the work: makes the partitions that will be needed soon. `id` is one that was just produced
+/// or read. Failures are logged: a producer that runs out of partitions makes them itself.
+pub(crate) fn look_after(stream: &Arc<StreamInner>, id: i64) {
+    let due = stream.next_upkeep.load(Ordering::Relaxed);
+    let next = id.saturating_add((stream.partition_size / 2).max(1));
+    if id < due
+        || stream
+            .next_upkeep
+            .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
+            .is_err()
+    {
+        return;
+    }
+    let stream = stream.clone();
+    tokio::spawn(async move {
+        if let Err(error) = ensure(&stream, 0).await {
+            let error = &error as &dyn std::error::Error;
+            tracing::warn!(stream = stream.name, error, "could not make partitions ahead");
+        }
+    });
+}
+
+/// Makes the partitions for so many messages, and those ahead.
+pub(crate) async fn ensure(stream: &StreamInner, messages: usize) -> Result<()> {
+    let client = &stream.client;
+    let needed = i64::try_from(messages).unwrap_or(i64::MAX) / stream.partition_size;
+    let ahead = i32::try_from(needed.saturating_add(AHEAD)).unwrap_or(i32::MAX);
+    client
+        .query(&client.inner.queries.ensure_partitions, &[&stream.id, &ahead], "make partitions")
+        .await?;
+    Ok(())
+}
