@@ -34,6 +34,14 @@ impl Progress {
         Self { bar, started: Instant::now(), noun }
     }
 
+    /// Shows nothing after all, where it would get in the way of something else at the terminal.
+    pub(crate) fn hidden_if(self, hide: bool) -> Self {
+        if hide {
+            self.bar.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        self
+    }
+
     /// `done` of the total, and `count` things.
     pub(crate) fn update(&self, done: u64, count: u64) {
         if self.bar.is_hidden() {

@@ -4,7 +4,7 @@ mod exec;
 mod print;
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -135,7 +135,8 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     if let Some(timeout) = args.timeout {
         consumer = consumer.timeout(timeout);
     }
-    let progress = Progress::new(context, None, "messages");
+    // Payloads and a line that redraws itself make no sense on one terminal.
+    let progress = Progress::new(context, None, "messages").hidden_if(io::stdout().is_terminal());
     let ticker = tokio::spawn(tick(progress.clone(), shared.handled.clone()));
     let consumed = consume(consumer, &stream, &args, &shared, context).await;
     ticker.abort();

@@ -5,6 +5,7 @@ mod lines;
 mod send;
 
 use std::fs::File;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -70,13 +71,15 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
     let (file, size) = open(&args.file)?;
     let stream = open_or_create(&context.writer().await?, &args).await?;
     let signals = Signals::catch()?;
+    let is_typed = file.is_none() && io::stdin().is_terminal();
     let input = Input {
         file,
         batch: args.batch,
         key_field: args.key_field,
         skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
     };
-    let progress = Progress::new(context, size, "lines");
+    // Not between lines that are being typed.
+    let progress = Progress::new(context, size, "lines").hidden_if(is_typed);
     let mut sender = Sender::new(&stream, &progress, args.skip_invalid, context.json());
     let result = sender.send(input, &signals.stop).await;
     progress.clear();
