@@ -147,7 +147,10 @@ async fn claim_until(plain: Plain, stop: Arc<AtomicBool>) -> Vec<i64> {
                 got.extend(plain.fetch(&lease).await);
                 assert!(plain.settle(&lease, "{[1,)}").await);
             }
-            None => tokio::time::sleep(Duration::from_millis(3)).await,
+            None => {
+                plain.let_look().await;
+                tokio::time::sleep(Duration::from_millis(3)).await;
+            }
         }
     }
     got

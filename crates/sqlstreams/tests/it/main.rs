@@ -1,6 +1,7 @@
 //! The crate against real PostgreSQL: one private cluster for the whole run, a database for each test.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
+#![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod consume;
 mod crash;

@@ -1,7 +1,7 @@
 //! One place per id: whatever calls run in whatever order, an id is above the cursor, in one lease, in one exception row
 //! or resolved; and resolved is only what somebody settled or discarded.
 //!
-//! `SQLSTREAMS_SEED` repeats a run (each failure names its seed), `SQLSTREAMS_PLACES_STEPS` sets its length (500).
+//! `SQLSTREAMS_SEED` repeats a run (each failure names its seed), `SQLSTREAMS_PLACES_STEPS` sets its length (300).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::env;
@@ -378,7 +378,7 @@ async fn drain(plain: &Plain, known: &Arc<Mutex<Known>>) {
 #[tokio::test]
 async fn an_id_is_in_one_place_after_every_call() {
     let (url, plain, seed) = set_up().await;
-    let steps = env::var("SQLSTREAMS_PLACES_STEPS").map_or(500, |n| n.parse().unwrap());
+    let steps = env::var("SQLSTREAMS_PLACES_STEPS").map_or(300, |n| n.parse().unwrap());
     let known = Arc::<Mutex<Known>>::default();
     let mut actors = Vec::new();
     for number in 0..4 {
