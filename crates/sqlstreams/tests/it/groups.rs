@@ -87,14 +87,15 @@ async fn tb_093_groups_in_trouble_and_one_that_is_not() {
                 })
             };
             let (one, two) = tokio::join!(consume(), consume());
-            (one.unwrap(), two.unwrap());
+            one.unwrap();
+            two.unwrap();
             while bad < 10 && !group.redrive(None, 100).await.unwrap().is_empty() {}
             consume().await.unwrap();
             group
         }
     };
     let (a, b, clean) = tokio::join!(run("a", 0), run("b", 5), run("clean", 100));
-    let runs = runs.lock().unwrap();
+    let runs = std::mem::take(&mut *runs.lock().unwrap());
     for n in 0..MESSAGES {
         for (name, bad) in [("a", 0), ("b", 5), ("clean", 100)] {
             // Three attempts and, after the redrive, three more; dead at once and once more.

@@ -368,8 +368,9 @@ async fn drain(plain: &Plain, known: &Arc<Mutex<Known>>) {
             row.get(0)
         })
         .collect();
+    let found = places(plain).await;
     let known = known.lock().unwrap();
-    for (id, places) in places(plain).await {
+    for (id, places) in found {
         assert_eq!(places == 0, known.resolved.contains(&id), "message {id}");
         assert_eq!(places, i64::from(dead.contains(&id)), "message {id}");
     }
