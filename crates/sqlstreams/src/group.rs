@@ -95,6 +95,7 @@ pub struct GroupBuilder<T, C = Json> {
     name: String,
     start: Start,
     retry: Option<RetryPolicy>,
+    max_attempts: Option<u32>,
     lease: Option<Duration>,
 }
 
@@ -105,6 +106,7 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             name: self.name.clone(),
             start: self.start,
             retry: self.retry,
+            max_attempts: self.max_attempts,
             lease: self.lease,
         }
     }
@@ -126,7 +128,7 @@ pub struct GroupStatus {
     pub head: i64,
     /// How many ids there are beyond `claimed`: an upper bound of the messages that wait.
     pub lag: i64,
-    /// Leases that are open.
+    /// Leases that are open, also those that ran out or were handed back and wait for a new owner.
     pub open_leases: i64,
     /// Exceptions that wait for their next attempt.
     pub ready: i64,
@@ -138,7 +140,7 @@ pub struct GroupStatus {
 
 impl<T, C> GroupBuilder<T, C> {
     pub(crate) fn new(stream: Stream<T, C>, name: String) -> Self {
-        Self { stream, name, start: Start::default(), retry: None, lease: None }
+        Self { stream, name, start: Start::default(), retry: None, max_attempts: None, lease: None }
     }
 
     /// Where a new group starts; an existing one stays where it is. Default: the beginning.
@@ -150,6 +152,12 @@ impl<T, C> GroupBuilder<T, C> {
     /// How failures are tried again. An existing group takes the policy over when it is opened with one.
     pub fn retry(mut self, policy: RetryPolicy) -> Self {
         self.retry = Some(policy);
+        self
+    }
+
+    /// After so many failed attempts a message is dead, whatever the rest of the policy is.
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.max_attempts = Some(attempts);
         self
     }
 
@@ -186,9 +194,17 @@ impl<T, C> GroupBuilder<T, C> {
                 .await?
                 .get(0),
         };
-        let (lease, attempts, base, factor, cap) = self.settings()?;
-        let params: [&(dyn ToSql + Sync); 8] =
-            [&stream.id, &self.name, &after, &lease, &attempts, &base, &factor, &cap];
+        let settings = self.settings()?;
+        let params: [&(dyn ToSql + Sync); 8] = [
+            &stream.id,
+            &self.name,
+            &after,
+            &settings.lease,
+            &settings.max_attempts,
+            &settings.backoff_base,
+            &settings.backoff_factor,
+            &settings.backoff_cap,
+        ];
         let id = stream
             .client
             .query_one(&queries.create_group, &params, "create the group")
@@ -247,55 +263,66 @@ impl<T, C> GroupBuilder<T, C> {
     }
 
     async fn opened(self, id: i64) -> Result<Group<T, C>> {
-        if self.retry.is_some() || self.lease.is_some() {
+        if self.retry.is_some() || self.max_attempts.is_some() || self.lease.is_some() {
             let stream = &self.stream.inner;
-            let (lease, attempts, base, factor, cap) = self.settings()?;
-            let params: [&(dyn ToSql + Sync); 7] =
-                [&stream.id, &id, &lease, &attempts, &base, &factor, &cap];
-            stream
-                .client
-                .query(&stream.client.inner.queries.alter_group, &params, "change the group")
-                .await?;
+            let settings = self.settings()?;
+            let params: [&(dyn ToSql + Sync); 7] = [
+                &stream.id,
+                &id,
+                &settings.lease,
+                &settings.max_attempts,
+                &settings.backoff_base,
+                &settings.backoff_factor,
+                &settings.backoff_cap,
+            ];
+            let alter = &stream.client.inner.queries.alter_group;
+            stream.client.query(alter, &params, "change the group").await?;
         }
         Ok(Group { stream: self.stream, id, name: self.name })
     }
 
-    /// As the protocol takes them: seconds, and nothing where the default is meant.
-    #[allow(clippy::type_complexity)]
-    fn settings(
-        &self,
-    ) -> Result<(Option<f64>, Option<i32>, Option<f64>, Option<f64>, Option<f64>)> {
+    fn settings(&self) -> Result<Settings> {
         let out_of_range =
             |what: &str| Err(Error::new(ErrorKind::InvalidArgument, what.to_owned()));
-        if self
-            .lease
-            .is_some_and(|l| l < Duration::from_millis(100) || l > Duration::from_secs(86_400))
-        {
+        let max_attempts = self.max_attempts.or(self.retry.map(|policy| policy.max_attempts));
+        let max_attempts = match max_attempts.map(i32::try_from) {
+            None => None,
+            Some(Ok(attempts @ 1..)) => Some(attempts),
+            Some(_) => return out_of_range("max_attempts is 1 to 2147483647"),
+        };
+        if self.lease.is_some_and(|l| l < LEASE.0 || l > LEASE.1) {
             return out_of_range("a lease lasts 100 ms to 1 day");
         }
-        let lease = self.lease.map(|l| l.as_secs_f64());
-        let Some(policy) = self.retry else { return Ok((lease, None, None, None, None)) };
-        let year = Duration::from_secs(365 * 86_400);
-        if policy.max_attempts == 0 || policy.max_attempts > i32::MAX as u32 {
-            return out_of_range("max_attempts is at least 1 and at most 2147483647");
-        }
-        if !(1.0..=1000.0).contains(&policy.backoff_factor)
-            || policy.backoff_base > year
-            || policy.backoff_cap > year
+        if let Some(policy) = self.retry
+            && (!(1.0..=1000.0).contains(&policy.backoff_factor)
+                || policy.backoff_base > MOST_BACKOFF
+                || policy.backoff_cap > MOST_BACKOFF)
         {
             return out_of_range(
-                "backoff_factor is 1 to 1000, backoff_base and backoff_cap are at most a year",
+                "backoff_factor is 1 to 1000, backoff_base and backoff_cap are at most 365 days",
             );
         }
-        let (base, cap) = (policy.backoff_base.as_secs_f64(), policy.backoff_cap.as_secs_f64());
-        Ok((
-            lease,
-            Some(policy.max_attempts as i32),
-            Some(base),
-            Some(policy.backoff_factor),
-            Some(cap),
-        ))
+        Ok(Settings {
+            lease: self.lease.map(|lease| lease.as_secs_f64()),
+            max_attempts,
+            backoff_base: self.retry.map(|policy| policy.backoff_base.as_secs_f64()),
+            backoff_factor: self.retry.map(|policy| policy.backoff_factor),
+            backoff_cap: self.retry.map(|policy| policy.backoff_cap.as_secs_f64()),
+        })
     }
+}
+
+/// The shortest and the longest lease.
+const LEASE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(86_400));
+const MOST_BACKOFF: Duration = Duration::from_secs(365 * 86_400);
+
+/// A group's settings as the protocol takes them: seconds, and `None` for what is to stay as it is.
+struct Settings {
+    lease: Option<f64>,
+    max_attempts: Option<i32>,
+    backoff_base: Option<f64>,
+    backoff_factor: Option<f64>,
+    backoff_cap: Option<f64>,
 }
 
 impl<T: Send + 'static, C: Codec<T>> GroupBuilder<T, C> {

@@ -1,12 +1,12 @@
 //! The first step: orders are produced while two groups read them.
 
-use std::future::{Future, Ready, ready};
+use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use sqlstreams::{
-    CancellationToken, Group as ConsumerGroup, IntoOutcome, Message, Outcome, Outgoing, Stream,
+    CancellationToken, Group as ConsumerGroup, IntoOutcome, Message, Outgoing, Stream,
 };
 use tokio::task::JoinSet;
 
@@ -14,7 +14,7 @@ use super::bars::Line;
 use super::facts::{Group, Pace, Produced};
 use super::orders::Order;
 use super::payments::Payments;
-use super::stage::{PAYMENTS, RECEIPTS, Stage, beside, charge, send_receipt};
+use super::stage::{PAYMENTS, RECEIPTS, Stage, beside, payments_handler, receipts_handler};
 use super::tally::Tally;
 use super::trouble::Trouble;
 
@@ -39,7 +39,8 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Live> {
     let started = Instant::now();
 
     let work = async {
-        let (on_receipt, on_payment) = handlers(&receipts, &payments);
+        let on_receipt = receipts_handler(&receipts);
+        let on_payment = payments_handler(&payments, Payments::with_bugs());
         tokio::try_join!(
             beside(produce(stage.stream.clone(), orders, produced.clone(), started)),
             beside(consume(stage.receipts.clone(), on_receipt, receipts.clone(), started)),
@@ -54,8 +55,9 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Live> {
     let (produce_time, receipts_time, payments_time) = stage.bars.watch(&lines, work).await?;
 
     // Where a lease was lost, which takes a very slow machine, something may be left over.
-    let (on_receipt, on_payment) = handlers(&receipts, &payments);
+    let on_receipt = receipts_handler(&receipts);
     stage.receipts.consumer().run_until_caught_up(on_receipt).await?;
+    let on_payment = payments_handler(&payments, Payments::with_bugs());
     stage.payments.consumer().run_until_caught_up(on_payment).await?;
 
     let log = stage.tables.log().await?;
@@ -86,21 +88,6 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Live> {
         receipts,
         payments,
     })
-}
-
-/// The handlers of the two groups.
-fn handlers(
-    receipts: &Arc<Tally>,
-    payments: &Arc<Tally>,
-) -> (
-    impl Fn(Message<Order>) -> Ready<()> + Send + Sync + 'static,
-    impl Fn(Message<Order>) -> Ready<Outcome> + Send + Sync + 'static,
-) {
-    let (receipts, payments, service) = (receipts.clone(), payments.clone(), Payments::with_bugs());
-    (
-        move |message| ready(send_receipt(&receipts, &message)),
-        move |message| ready(charge(&service, &payments, &message).into_outcome()),
-    )
 }
 
 /// Produces the orders 1 to `last`, and says how long that took.

@@ -1,15 +1,14 @@
 //! The second step: the dead letters, and what becomes of them once the handler is fixed.
 
 use std::collections::BTreeMap;
-use std::future::ready;
 use std::sync::Arc;
 use std::time::Instant;
 
-use sqlstreams::{Exception, IntoOutcome};
+use sqlstreams::Exception;
 
 use super::facts::{DeadLetter, DeadLetters, ErrorCount, Pace, Redrive};
 use super::payments::Payments;
-use super::stage::{PAYMENTS, Stage, charge};
+use super::stage::{PAYMENTS, Stage, payments_handler};
 use super::tally::Tally;
 use super::trouble::Trouble;
 
@@ -63,8 +62,7 @@ pub(crate) async fn run(stage: &mut Stage, tally: &Arc<Tally>) -> anyhow::Result
             some => redriven += some as u64,
         }
     }
-    let (service, counted) = (Payments::fixed(), tally.clone());
-    let handler = move |message| ready(charge(&service, &counted, &message).into_outcome());
+    let handler = payments_handler(tally, Payments::fixed());
     stage.payments.consumer().run_until_caught_up(handler).await?;
     let time = started.elapsed();
 

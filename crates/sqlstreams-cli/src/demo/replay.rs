@@ -42,7 +42,10 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Replay> {
     let work = {
         let (group, analytics) = (group.clone(), analytics.clone());
         beside(async move {
-            let handler = move |message| ready(analytics.add(&message));
+            let handler = move |message| {
+                analytics.add(&message);
+                ready(())
+            };
             Ok(group.consumer().run_until_caught_up(handler).await?)
         })
     };

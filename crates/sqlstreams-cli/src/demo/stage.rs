@@ -1,9 +1,10 @@
 //! What the steps of the demo share.
 
-use std::future::Future;
+use std::future::{Future, Ready, ready};
+use std::sync::Arc;
 
 use anyhow::Context as _;
-use sqlstreams::{Group, Message, Stream};
+use sqlstreams::{Group, Message, Outcome, Stream};
 use tokio::task::JoinSet;
 
 use super::bars::Bars;
@@ -41,25 +42,33 @@ pub(crate) async fn beside<T: Send + 'static>(
     tasks.join_next().await.context("a task vanished")?.context("a task ended early")?
 }
 
-/// Handles an order for the receipts: there is nothing that could go wrong.
-pub(crate) fn send_receipt(tally: &Tally, message: &Message<Order>) {
-    tally.handled_one(message.payload.id, message.attempt);
+/// The handler of `receipts`: there is nothing that could go wrong.
+pub(crate) fn receipts_handler(
+    tally: &Arc<Tally>,
+) -> impl Fn(Message<Order>) -> Ready<()> + Send + Sync + 'static {
+    let tally = tally.clone();
+    move |message| {
+        tally.handled_one(message.payload.id, message.attempt);
+        ready(())
+    }
 }
 
-/// Handles an order for the payments.
-pub(crate) fn charge(
-    payments: &Payments,
-    tally: &Tally,
-    message: &Message<Order>,
-) -> Result<sqlstreams::Outcome, PaymentError> {
-    let (order, attempt) = (message.payload.id, message.attempt);
-    let outcome = payments.charge(message);
-    match &outcome {
-        Ok(sqlstreams::Outcome::Done) => {
-            tally.handled_one(order, attempt);
+/// The handler of `payments`.
+pub(crate) fn payments_handler(
+    tally: &Arc<Tally>,
+    service: Payments,
+) -> impl Fn(Message<Order>) -> Ready<Result<Outcome, PaymentError>> + Send + Sync + 'static {
+    let tally = tally.clone();
+    move |message| {
+        let (order, attempt) = (message.payload.id, message.attempt);
+        let outcome = service.charge(&message);
+        match &outcome {
+            Ok(Outcome::Done) => {
+                tally.handled_one(order, attempt);
+            }
+            Ok(_) => tally.failed_one(order, true),
+            Err(_) => tally.failed_one(order, attempt >= ATTEMPTS),
         }
-        Ok(_) => tally.failed_one(order, true),
-        Err(_) => tally.failed_one(order, attempt >= ATTEMPTS),
+        ready(outcome)
     }
-    outcome
 }

@@ -1,6 +1,5 @@
 //! The last step: a business transaction and its message are one.
 
-use std::future::ready;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -9,7 +8,7 @@ use sqlstreams::Stream;
 
 use super::facts::{Transaction, Written};
 use super::orders::Order;
-use super::stage::{RECEIPTS, Stage, send_receipt};
+use super::stage::{RECEIPTS, Stage, receipts_handler};
 use super::tally::Tally;
 
 /// Stands for a table of the shop. Temporary, so that it leaves nothing behind in a database that is not ours.
@@ -34,11 +33,10 @@ pub(crate) async fn run(stage: &mut Stage, receipts: &Arc<Tally>) -> anyhow::Res
 
     let before = receipts.handled();
     let received_at = Arc::new(OnceLock::new());
-    let (counted, noted) = (receipts.clone(), received_at.clone());
+    let (handler, noted) = (receipts_handler(receipts), received_at.clone());
     let handler = move |message| {
-        send_receipt(&counted, &message);
         noted.get_or_init(Instant::now);
-        ready(())
+        handler(message)
     };
     let consumed = stage.receipts.consumer().run_until_caught_up(handler).await?;
     let new = receipts.handled() - before;

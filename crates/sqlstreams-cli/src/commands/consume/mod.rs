@@ -12,9 +12,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
-use sqlstreams::{
-    Bytes, Consumed, ConsumerBuilder, ErrorKind, GroupBuilder, RetryPolicy, Start, Stream,
-};
+use sqlstreams::{Bytes, Consumed, ConsumerBuilder, ErrorKind, GroupBuilder, Start, Stream};
 
 use crate::commands::open_stream;
 use crate::context::Context;
@@ -160,7 +158,7 @@ async fn prepare(
 ) -> anyhow::Result<GroupBuilder<Vec<u8>, Bytes>> {
     let mut builder = stream.group(&args.group);
     if let Some(attempts) = args.max_attempts {
-        builder = builder.retry(RetryPolicy::attempts(attempts));
+        builder = builder.max_attempts(attempts);
     }
     if let Some(lease) = args.lease {
         builder = builder.lease(lease);
