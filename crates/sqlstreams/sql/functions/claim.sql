@@ -141,7 +141,7 @@ CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
     p_limit bigint, p_token uuid DEFAULT gen_random_uuid())
 RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     g      consumer_group;

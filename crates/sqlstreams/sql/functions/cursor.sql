@@ -66,7 +66,7 @@ END $$;
 
 -- Whether every message up to p_id is done or dead for the group: nothing of it waits, runs or will be tried again.
 CREATE OR REPLACE FUNCTION is_resolved(p_stream bigint, p_group bigint, p_id bigint) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     c    group_cursor := peek_cursor(p_stream, p_group);
     open boolean;

@@ -4,7 +4,7 @@
 -- first, at most p_limit of them. Returns the ids; those that are not dead (any more) are not among them, so doing it
 -- twice is harmless. The message itself stays in the log: other groups never see it.
 CREATE OR REPLACE FUNCTION redrive(p_stream bigint, p_group bigint, p_ids bigint[] DEFAULT NULL, p_limit bigint DEFAULT 10000) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     ids bigint[] := lock_dead(p_stream, p_group, p_ids, p_limit);
 BEGIN
@@ -19,7 +19,7 @@ END $$;
 
 -- Gives dead letters up for good: the group counts them as resolved, the audit keeps their ids.
 CREATE OR REPLACE FUNCTION discard(p_stream bigint, p_group bigint, p_ids bigint[] DEFAULT NULL, p_limit bigint DEFAULT 10000) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     ids bigint[] := lock_dead(p_stream, p_group, p_ids, p_limit);
 BEGIN

@@ -11,7 +11,7 @@
 CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
                attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     g       consumer_group;
@@ -41,11 +41,12 @@ BEGIN
     IF ids IS NULL THEN
         RETURN;
     END IF;
+    -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
     RETURN QUERY EXECUTE format(
         'SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, e.attempts, e.delays, e.first_failed_at, e.due_at, $4
          FROM unnest($2) AS u(id)
-         JOIN %I AS e ON e.group_id = $1 AND e.message_id = u.id
-         JOIN %I AS m ON m.id = u.id AND m.id >= $3 AND m.id <= $5
+         CROSS JOIN LATERAL (SELECT * FROM %I WHERE group_id = $1 AND message_id = u.id LIMIT 1) AS e
+         CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $3 AND id <= $5 LIMIT 1) AS m
          ORDER BY m.id', queue, 'message_log_' || p_stream)
         USING p_group, ids, (SELECT min(i) FROM unnest(ids) AS i), g.lease_duration, (SELECT max(i) FROM unnest(ids) AS i);
 END $$;
@@ -99,7 +100,7 @@ END $$;
 -- would then seem attractive, and it holds the dead entries of every row that has ever been in flight.
 CREATE OR REPLACE FUNCTION settle_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[],
     p_outcomes text[], p_errors text[], p_delays double precision[] DEFAULT '{}') RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g       consumer_group;
     handled bigint[];
@@ -143,7 +144,7 @@ END $$;
 
 -- The heartbeat of claimed exceptions. Returns the ids whose lease was lost.
 CREATE OR REPLACE FUNCTION extend_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g    consumer_group;
     held bigint[];
@@ -162,7 +163,7 @@ END $$;
 
 -- Hands claimed exceptions back unfinished: due at once, no attempt counted. Returns the ids whose lease was lost before.
 CREATE OR REPLACE FUNCTION release_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     held bigint[];
 BEGIN

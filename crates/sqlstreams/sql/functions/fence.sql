@@ -35,7 +35,7 @@ END $$;
 
 -- Looks at the lock table on behalf of a group whose next id, p_position + 1, is missing though drawn.
 -- Returns the settled id, which may or may not have moved. Never waits: while another session looks, or while looking
--- again would cost more than 5 % of the time, the old value is the answer.
+-- again would cost more than 5 % of the time (but a look a second is always allowed), the old value is the answer.
 CREATE OR REPLACE FUNCTION look_at_gap(p_stream bigint, p_position bigint) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -45,11 +45,18 @@ DECLARE
 BEGIN
     SELECT * INTO f FROM stream_fence WHERE stream_id = p_stream ORDER BY generation DESC LIMIT 1 FOR UPDATE SKIP LOCKED;
     IF NOT FOUND THEN
-        RETURN settled_id(p_stream);
+        -- Another session looks; usually it is about to commit. One that stays in its transaction must not hold the other
+        -- groups up: look for ourselves then, without a memory.
+        SELECT * INTO f FROM stream_fence WHERE stream_id = p_stream ORDER BY generation DESC LIMIT 1;
+        IF f.looked_at > started - interval '1 second' THEN
+            RETURN f.settled;
+        END IF;
+        head := log_head(p_stream);
+        RETURN CASE WHEN cardinality(log_writers(p_stream)) = 0 THEN greatest(f.settled, head) ELSE f.settled END;
     END IF;
     -- A look that was stamped in the future, by a clock since set back, does not count.
     IF f.settled > p_position
-       OR started BETWEEN f.looked_at AND f.looked_at + greatest(interval '5 milliseconds', f.look_cost * 20) THEN
+       OR started BETWEEN f.looked_at AND f.looked_at + least(greatest(interval '5 milliseconds', f.look_cost * 20), interval '1 second') THEN
         RETURN f.settled;
     END IF;
 

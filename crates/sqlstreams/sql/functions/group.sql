@@ -12,7 +12,7 @@ END $$;
 
 -- The same for callers from outside, whose search_path is their own.
 CREATE OR REPLACE FUNCTION stream_head(p_stream bigint) RETURNS bigint
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT SET jit = off AS $$
 BEGIN
     PERFORM require_stream(p_stream);
     RETURN log_head(p_stream);
@@ -22,7 +22,7 @@ END $$;
 -- Ids and times are drawn together but by many sessions, so neighbours may be swapped: the last thousand ids before
 -- the hit are looked through as well.
 CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURNS bigint
-LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     size bigint := (require_stream(p_stream)).partition_size;
     lo   bigint := 0;                              -- everything at or below is older

@@ -16,7 +16,7 @@ END $$;
 
 -- Takes finished ids out of a lease. False: the lease was lost, nothing is recorded.
 CREATE OR REPLACE FUNCTION settle(p_stream bigint, p_group bigint, p_seq bigint, p_token uuid, p_done int8multirange) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 BEGIN
     PERFORM require_read_committed();
     RETURN settle_lease(p_stream, require_group(p_stream, p_group), p_seq, p_token, p_done) IS NOT NULL;
@@ -25,7 +25,7 @@ END $$;
 -- Makes exception rows of messages of a lease that failed. False: the lease was lost, nothing is recorded.
 CREATE OR REPLACE FUNCTION fail(p_stream bigint, p_group bigint, p_seq bigint, p_token uuid,
     p_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[] DEFAULT '{}') RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 BEGIN
     PERFORM require_read_committed();
     PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
@@ -36,7 +36,7 @@ END $$;
 -- the seq it has now, NULL for those that were lost.
 CREATE OR REPLACE FUNCTION extend(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[])
 RETURNS TABLE (token uuid, seq bigint)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     g      consumer_group;
@@ -77,7 +77,7 @@ END $$;
 -- Hands leases back: finished ids leave them, the rest can be claimed by anyone at once and does not count as lost.
 -- Returns the tokens that were lost before.
 CREATE OR REPLACE FUNCTION release(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[]) RETURNS uuid[]
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g    consumer_group;
     lost uuid[] := '{}';
@@ -103,7 +103,7 @@ END $$;
 -- p_due_from bounds the look at the exceptions from below; see claim_exceptions.
 CREATE OR REPLACE FUNCTION poll(p_stream bigint, p_group bigint, p_due_from timestamptz DEFAULT '-infinity')
 RETURNS TABLE (fresh boolean, lapsed boolean, due boolean, suspect boolean)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     c   group_cursor := peek_cursor(p_stream, p_group);
     now timestamptz := clock_timestamp();

@@ -17,7 +17,7 @@ pub(crate) struct Pace {
     least: usize,
     finished: usize,
     since: Instant,
-    /// Whether the workers ran dry since the last reckoning: only then can more be of use.
+    /// Whether workers had nothing to do since the last reckoning.
     starved: bool,
     message_bytes: f64,
 }
@@ -41,20 +41,22 @@ impl Pace {
         }
     }
 
-    /// Messages were finished; `idle`: workers had nothing left to do.
+    /// Messages were finished since the last call; `idle`: workers have nothing left to do.
     pub(crate) fn finished(&mut self, messages: usize, idle: bool, now: Instant) {
         self.finished += messages;
-        self.starved |= idle;
         let elapsed = now.saturating_duration_since(self.since);
-        if elapsed < PERIOD && !self.starved {
-            return;
-        }
-        let rate = self.finished as f64 / elapsed.as_secs_f64().max(0.001);
-        if self.starved && self.finished >= self.target / 2 {
+        if idle && self.finished * 2 >= self.target {
+            // Most of what was held is done already: more could have been.
             self.target *= 2;
-        } else if !self.starved && elapsed >= PERIOD {
-            // Towards a second's work.
-            self.target = (self.target + rate as usize) / 2;
+        } else if elapsed >= PERIOD {
+            // Towards a second's work. Workers that had nothing to do say nothing about their speed.
+            let rate = self.finished as f64 / elapsed.as_secs_f64();
+            if !(self.starved || idle) || rate as usize > self.target {
+                self.target = (self.target + rate as usize) / 2;
+            }
+        } else {
+            self.starved |= idle;
+            return;
         }
         let fitting = (MOST_BYTES as f64 / self.message_bytes.max(1.0)) as usize;
         self.target = self.target.max(self.least).min(MOST_MESSAGES.min(fitting).max(1));
@@ -96,6 +98,20 @@ mod tests {
             pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
         }
         assert_eq!(pace.room(0), MOST_MESSAGES);
+    }
+
+    #[test]
+    fn results_that_come_one_by_one_do_not_hold_it_down() {
+        let start = Instant::now();
+        let mut pace = Pace::new(16, start);
+        let mut now = start;
+        for _ in 0..15 {
+            for _ in 0..pace.room(0) {
+                now += Duration::from_micros(20);
+                pace.finished(1, true, now);
+            }
+        }
+        assert!(pace.room(0) > 5_000, "{}", pace.room(0));
     }
 
     #[test]

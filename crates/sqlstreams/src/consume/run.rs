@@ -24,6 +24,8 @@ use crate::payload::Codec;
 const POLL: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 /// How often a busy consumer looks for exceptions that have come due.
 const BUSY_POLL: Duration = Duration::from_millis(100);
+/// How long news wait for more of them.
+const NEWS: Duration = Duration::from_millis(20);
 /// The pause after a failed call, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// The most exceptions claimed at once.
@@ -59,6 +61,8 @@ where
         seen: Seen { fresh: true, lapsed: true, due: true, suspect: true },
         exceptions_next: true,
         due_from: DueFrom { bound: None, unbounded_at: now },
+        news_due: None,
+        unabsorbed: Vec::new(),
         next_poll: now,
         poll_pause: POLL.0,
         // Until the server says otherwise.
@@ -87,6 +91,10 @@ struct Coordinator {
     /// Exceptions and the log take turns.
     exceptions_next: bool,
     due_from: DueFrom,
+    /// When what is new has to be told.
+    news_due: Option<Instant>,
+    /// Taken from `results`, not looked at yet.
+    unabsorbed: Vec<Finished>,
     next_poll: Instant,
     poll_pause: Duration,
     lease_duration: Duration,
@@ -104,9 +112,7 @@ impl Coordinator {
     async fn work(&mut self, goal: Option<i64>) -> Result<()> {
         let mut trouble = TROUBLE.0;
         loop {
-            while let Ok(finished) = self.results.try_recv() {
-                self.absorb(finished);
-            }
+            self.absorb_all();
             if self.settings.stop.is_cancelled() {
                 return Ok(());
             }
@@ -145,7 +151,7 @@ impl Coordinator {
             self.heartbeat().await?;
             return Ok(true);
         }
-        if !self.held.settled().is_empty() {
+        if !self.held.settled().is_empty() && self.news_are_due(now) {
             self.settle_exceptions().await?;
             return Ok(true);
         }
@@ -167,7 +173,7 @@ impl Coordinator {
             self.claim_exceptions(room.min(MOST_EXCEPTIONS), false).await?;
             return Ok(true);
         }
-        if self.held.has_news() || room > 0 && log {
+        if room > 0 && log || self.held.has_news() && self.news_are_due(now) {
             self.advance(if log { room } else { 0 }).await?;
             return Ok(true);
         }
@@ -190,6 +196,7 @@ impl Coordinator {
         self.lease_duration = advanced.lease_duration;
         let lost = self.held.reported(&reports, &advanced.lost);
         self.give_up(lost);
+        self.told();
         let now = Instant::now();
         match advanced.claimed {
             Some(claimed) => {
@@ -251,6 +258,7 @@ impl Coordinator {
         let count = self.held.settled().len();
         let lost = self.protocol.settle_exceptions(self.held.settled()).await?;
         self.held.settled_reported(count);
+        self.told();
         if !lost.is_empty() {
             tracing::warn!(stream = self.protocol.stream.name, messages = ?lost, "leases were lost before these exceptions were settled; they will be tried again");
         }
@@ -292,15 +300,45 @@ impl Coordinator {
         self.workers.push(messages.into_iter().map(|message| Job { source, message }));
     }
 
-    /// A handler has ended.
-    fn absorb(&mut self, finished: Finished) {
-        self.running -= 1;
-        let Finished { source, id, verdict } = finished;
-        if self.held.holds(source, id) {
-            self.count(&verdict);
+    /// Takes in what handlers have finished.
+    fn absorb_all(&mut self) {
+        let mut finished = std::mem::take(&mut self.unabsorbed);
+        while let Ok(next) = self.results.try_recv() {
+            finished.push(next);
         }
-        self.held.finished(source, id, verdict);
-        self.pace.finished(1, self.workers.waiting() == 0, Instant::now());
+        if finished.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        self.running -= finished.len();
+        self.pace.finished(finished.len(), self.workers.waiting() == 0, now);
+        for Finished { source, id, verdict } in finished.drain(..) {
+            if self.held.holds(source, id) {
+                self.count(&verdict);
+            }
+            self.held.finished(source, id, verdict);
+        }
+        self.unabsorbed = finished;
+        if self.has_news() {
+            self.news_due.get_or_insert(now + NEWS);
+        }
+    }
+
+    /// Whether there is something to tell the server: a finished lease, a failure, an exception that was run.
+    fn has_news(&self) -> bool {
+        self.held.has_news() || !self.held.settled().is_empty()
+    }
+
+    /// The server has heard some of it.
+    fn told(&mut self) {
+        if !self.has_news() {
+            self.news_due = None;
+        }
+    }
+
+    /// News wait a moment for company, unless there is nothing else to do.
+    fn news_are_due(&self, now: Instant) -> bool {
+        self.running == 0 || self.news_due.is_some_and(|due| now >= due)
     }
 
     fn count(&mut self, verdict: &Verdict) {
@@ -353,10 +391,13 @@ impl Coordinator {
         if self.pace.room(self.held.messages()) > 0 {
             until = until.min(self.next_poll);
         }
+        if let Some(due) = self.news_due {
+            until = until.min(due);
+        }
         tokio::select! {
             biased;
             () = self.settings.stop.cancelled() => {}
-            Some(finished) = self.results.recv() => self.absorb(finished),
+            Some(finished) = self.results.recv() => self.unabsorbed.push(finished),
             () = tokio::time::sleep_until(until.into()) => {}
         }
     }
@@ -374,6 +415,7 @@ impl Coordinator {
         self.running -= self.workers.retain(|_| false);
         let deadline = Instant::now() + self.settings.shutdown_timeout;
         let abort = self.settings.abort.clone();
+        self.absorb_all();
         while self.running > 0 && Instant::now() < deadline && !abort.is_cancelled() {
             if Instant::now() >= self.next_heartbeat
                 && let Err(error) = self.heartbeat().await
@@ -385,10 +427,11 @@ impl Coordinator {
                 self.next_heartbeat = Instant::now() + TROUBLE.0;
             }
             tokio::select! {
-                Some(finished) = self.results.recv() => self.absorb(finished),
+                Some(finished) = self.results.recv() => self.unabsorbed.push(finished),
                 () = abort.cancelled() => {}
                 () = tokio::time::sleep_until(deadline.min(self.next_heartbeat).into()) => {}
             }
+            self.absorb_all();
         }
         if self.running > 0 && !abort.is_cancelled() {
             tracing::warn!(

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use futures_util::SinkExt;
 use std::pin::pin;
 
-use crate::plain::installed;
+use crate::plain::{create_group, installed};
 use crate::support::{connect, count, database};
 
 /// Rolled-back ids make the group look at the lock table; whoever else is busy is no reason to wait.
@@ -56,6 +56,22 @@ async fn a_claimer_does_not_wait_for_its_own_writes() {
     let lease = plain.claim(10).await.expect("its own transaction holds nothing back");
     assert_eq!(plain.fetch(&lease).await, produced);
     plain.db.batch_execute("COMMIT").await.unwrap();
+}
+
+/// A claim that is left open after it looked at a gap keeps the fence's row locked; other groups look for themselves.
+#[tokio::test]
+async fn a_claim_left_open_holds_up_no_other_group() {
+    let url = database().await;
+    let slow = installed(&url).await;
+    let mut other = slow.again(&url).await;
+    other.group = create_group(&other.db, 1, "other").await;
+    slow.burn(2).await;
+    slow.db.batch_execute("BEGIN").await.unwrap();
+    assert!(slow.claim(10).await.is_none());
+    let produced = other.produce(2).await;
+    let lease = other.claim(10).await.expect("the other group has to pass the gap");
+    assert_eq!(other.fetch(&lease).await, produced);
+    slow.db.batch_execute("COMMIT").await.unwrap();
 }
 
 #[tokio::test]
