@@ -201,12 +201,8 @@ impl ClientBuilder {
             )
             .with_hint("Give the client at least 2."));
         }
-        let invalid = |e: crate::connect::DsnError| {
-            Error::new(ErrorKind::InvalidConfig, e.to_string()).with_source(e)
-        };
-        let dsn = Dsn::parse(&self.url).map_err(invalid)?;
-        let manager = Connector::new(&dsn)
-            .map_err(invalid)?
+        let dsn = Dsn::parse(&self.url)?;
+        let manager = Connector::new(&dsn)?
             .manager(ManagerConfig { recycling_method: RecyclingMethod::Fast });
         let pool = Pool::builder(manager)
             .max_size(self.pool_size)

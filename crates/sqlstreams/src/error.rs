@@ -5,6 +5,8 @@ use std::fmt;
 
 use tokio_postgres::error::SqlState;
 
+use crate::connect::DsnError;
+
 type Source = Box<dyn StdError + Send + Sync>;
 
 /// What went wrong, as far as a program may want to tell cases apart.
@@ -247,7 +249,7 @@ impl Error {
     }
 
     /// No connection came about: whatever the reason, it is trouble with the connection.
-    fn from_connect(error: tokio_postgres::Error, target: &str) -> Self {
+    pub(crate) fn from_connect(error: tokio_postgres::Error, target: &str) -> Self {
         let Some(db) = error.as_db_error() else {
             return Self::new(ErrorKind::Connection, format!("could not connect to {target}"))
                 .with_hint("Look at the address, and whether PostgreSQL runs there and accepts connections from here.")
@@ -270,6 +272,12 @@ impl Error {
         Self::new(ErrorKind::Connection, format!("could not connect to {target}: {}", db.message()))
             .with_hint(hint)
             .with_source(error)
+    }
+}
+
+impl From<DsnError> for Error {
+    fn from(error: DsnError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, error.to_string()).with_source(error)
     }
 }
 

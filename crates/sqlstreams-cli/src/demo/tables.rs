@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use anyhow::Context as _;
+use sqlstreams::Dsn;
+use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
-use tokio_postgres::{NoTls, Row};
 
 use super::facts::StateRows;
 
@@ -25,7 +26,7 @@ pub(crate) struct Log {
 impl Tables {
     pub(crate) async fn of_stream(url: &str, schema: &str, stream: i64) -> anyhow::Result<Self> {
         let schema = format!("\"{}\"", schema.replace('"', "\"\""));
-        Ok(Self { db: connect(url).await?, schema, stream })
+        Ok(Self { db: Dsn::parse(url)?.connect().await?, schema, stream })
     }
 
     /// The connection, for transactions.
@@ -86,13 +87,4 @@ impl Tables {
     async fn one(&self, sql: &str, params: &[&(dyn ToSql + Sync)]) -> anyhow::Result<Row> {
         self.db.query_one(sql, params).await.context("could not look at the tables")
     }
-}
-
-async fn connect(url: &str) -> anyhow::Result<tokio_postgres::Client> {
-    let (client, connection) = tokio_postgres::connect(url, NoTls)
-        .await
-        .context("could not open a plain connection to look at the tables with")?;
-    // Ends with the client.
-    tokio::spawn(connection);
-    Ok(client)
 }

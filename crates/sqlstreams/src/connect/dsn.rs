@@ -9,6 +9,7 @@ use tokio_postgres::config::{
     ChannelBinding, Host, LoadBalanceHosts, SslNegotiation, TargetSessionAttrs,
 };
 
+use super::connector::Connector;
 use super::environment::Environment;
 use super::error::DsnError;
 use super::hosts::Target;
@@ -54,6 +55,27 @@ impl Dsn {
     /// As for [`parse`](Self::parse).
     pub fn from_env() -> Result<Self, DsnError> {
         Self::parse("")
+    }
+
+    /// Opens a connection of your own, for transactions in which you send messages, and drives it in a task that ends when
+    /// the client is dropped.
+    ///
+    /// ```no_run
+    /// # async fn f(orders: sqlstreams::Stream<String>) -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut db = sqlstreams::Dsn::parse("postgres://app@localhost/shop")?.connect().await?;
+    /// let tx = db.transaction().await?;
+    /// orders.send_in(&tx, &"placed".to_owned()).await?;
+    /// tx.commit().await?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// A certificate that the string names cannot be read, or no host can be connected to.
+    pub async fn connect(&self) -> crate::Result<tokio_postgres::Client> {
+        let connector = Connector::new(self).map_err(crate::Error::from)?;
+        let opened = Connector::connect(&connector).await;
+        Ok(opened.map_err(|e| crate::Error::from_connect(e, &self.to_string()))?.0)
     }
 
     /// The configuration for the first host.
