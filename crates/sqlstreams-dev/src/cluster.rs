@@ -2,19 +2,18 @@
 
 use std::env;
 use std::fmt;
-use std::fs;
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use rustix::process::Signal;
-use tempfile::TempDir;
 
 use crate::binaries::Programs;
 use crate::error::{Context, Error, Result};
-use crate::pidfile::PidFile;
-use crate::private::random_password;
+use crate::private::{random_name, random_password};
 use crate::server::{PortChoice, START_TIMEOUT, SUPERUSER, Server, end, url};
 use crate::settings::Settings;
 use crate::user::ServerUser;
@@ -68,7 +67,6 @@ pub struct Cluster {
     settings: Settings,
     port: u16,
     password: String,
-    dir: Option<TempDir>,
 }
 
 /// What changes during a cluster's life.
@@ -242,14 +240,8 @@ impl Drop for Cluster {
             // A failure here or below is left to the watchdog.
             let _ = end(child, Signal::QUIT, STOP_TIMEOUT);
         }
-        // A server that was killed left more behind than its folder; the
-        // watchdog sees to that.
-        if PidFile::read(&self.server.data_dir).is_some() {
-            running.watchdog.finish();
-        }
-        if let Some(dir) = self.dir.take() {
-            let _ = dir.close();
-        }
+        // The folder, and what a server that was killed left elsewhere.
+        running.watchdog.finish();
     }
 }
 
@@ -366,9 +358,7 @@ impl<'a> Builder<'a> {
             None => Programs::find_or_obtain(self.major, self.progress)?,
         };
         let user = ServerUser::pick()?;
-        let dir = make_dir(self.base_dir.as_deref(), &user)?;
-        let path = fs::canonicalize(dir.path())
-            .doing(|| format!("look at the folder {}", dir.path().display()))?;
+        let (path, mut watchdog) = make_dir(self.base_dir.as_deref(), &user)?;
         let server = Server {
             programs,
             user,
@@ -376,8 +366,6 @@ impl<'a> Builder<'a> {
             log: path.join("server.log"),
             start_timeout: self.start_timeout,
         };
-        // From here on nothing is left behind, whatever happens.
-        let mut watchdog = Watchdog::set(&path, &server.data_dir)?;
 
         let password = random_password().doing(|| "make a password".to_owned())?;
         (self.progress)(&format!("Starting a private PostgreSQL {}", server.programs.version()));
@@ -390,13 +378,14 @@ impl<'a> Builder<'a> {
             settings: self.settings,
             port,
             password,
-            dir: Some(dir),
         })
     }
 }
 
-/// Makes the cluster's own folder, which belongs to the server's account.
-fn make_dir(base: Option<&Path>, user: &ServerUser) -> Result<TempDir> {
+/// Makes the cluster's own folder, which belongs to the server's account, and
+/// sets the watchdog on it: before it exists, so that nothing is left behind
+/// however soon this process dies.
+fn make_dir(base: Option<&Path>, user: &ServerUser) -> Result<(PathBuf, Watchdog)> {
     let base = match base {
         Some(base) => base.to_path_buf(),
         None => temp_dir(user),
@@ -404,9 +393,12 @@ fn make_dir(base: Option<&Path>, user: &ServerUser) -> Result<TempDir> {
     let doing = || format!("make a folder in {}", base.display());
     let base = fs::canonicalize(&base).doing(doing)?;
     user.check_enter(&base)?;
-    let dir = tempfile::Builder::new().prefix("sqlstreams-").tempdir_in(&base).doing(doing)?;
-    user.own(dir.path())?;
-    Ok(dir)
+    // Nobody else can guess the name, so what has it is ours.
+    let path = base.join(format!("sqlstreams-{}", random_name().doing(doing)?));
+    let watchdog = Watchdog::set(&path, &path.join("data"))?;
+    DirBuilder::new().mode(0o700).create(&path).doing(doing)?;
+    user.own(&path)?;
+    Ok((path, watchdog))
 }
 
 /// The system's temporary folder, or another one if root's is closed to others.

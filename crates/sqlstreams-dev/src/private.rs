@@ -14,6 +14,11 @@ pub(crate) fn random_password() -> io::Result<String> {
     Ok(random.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
+/// A name for a folder that nobody can guess.
+pub(crate) fn random_name() -> io::Result<String> {
+    random_password().map(|random| random[..16].to_owned())
+}
+
 /// Writes a file only its owner can read, in the place of an older one.
 pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
     match std::fs::remove_file(path) {
