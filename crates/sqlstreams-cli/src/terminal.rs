@@ -22,7 +22,8 @@ pub(crate) fn stderr_is_coloured() -> bool {
 /// Logs go to stderr: warnings by default, more with `-v`, and whatever `RUST_LOG` says before that.
 pub(crate) fn init_tracing(verbosity: u8) {
     let default = match verbosity {
-        0 => "warn",
+        // What the libraries beneath say of lost connections, sqlstreams says in its own words.
+        0 => "error,sqlstreams=warn",
         1 => "warn,sqlstreams=info",
         2 => "info,sqlstreams=debug",
         _ => "trace",

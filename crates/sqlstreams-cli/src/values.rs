@@ -44,9 +44,10 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
     }
     if let Some(ago) = text.strip_suffix("ago")
         && let Ok(ago) = duration(ago)
-        && let Some(at) = SystemTime::now().checked_sub(ago)
     {
-        return Ok(Start::Time(at));
+        // Longer ago than there are computers is before everything.
+        let at = SystemTime::now().checked_sub(ago).filter(|at| *at >= SystemTime::UNIX_EPOCH);
+        return Ok(at.map_or(Start::Beginning, Start::Time));
     }
     Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\")"
         .to_owned())
@@ -93,6 +94,7 @@ mod tests {
         }
         assert_eq!(start("1970-01-01"), Ok(Start::Time(SystemTime::UNIX_EPOCH)));
         assert!(matches!(start("2h ago"), Ok(Start::Time(at)) if at < SystemTime::now()));
+        assert_eq!(start("99999999999h ago"), Ok(Start::Beginning));
         assert!(start("0").is_err() && start("-5").is_err() && start("yesterday").is_err());
     }
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use deadpool_postgres::{ManagerConfig, Object, Pool, RecyclingMethod, Runtime};
+use futures_util::future::join3;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
@@ -106,7 +107,7 @@ impl Client {
         self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing, &self.inner.target))
     }
 
-    /// One statement in a transaction of its own.
+    /// One statement in a transaction of its own: READ COMMITTED whatever the default is. Takes as long as it takes.
     pub(crate) async fn query(
         &self,
         query: &Query,
@@ -114,7 +115,7 @@ impl Client {
         doing: &str,
     ) -> Result<Vec<Row>> {
         let connection = self.connection(doing).await?;
-        run(&connection, query, params).await.map_err(|e| Error::from_driver(e, doing))
+        transact(&connection, BEGIN, query, params).await.map_err(|e| Error::from_driver(e, doing))
     }
 
     /// A statement that returns exactly one row.
@@ -133,6 +134,25 @@ impl Client {
             )),
         }
     }
+}
+
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+
+/// Begin, a statement and commit, in one write.
+pub(crate) async fn transact(
+    connection: &tokio_postgres::Client,
+    begin: &str,
+    query: &Query,
+    params: &[&(dyn ToSql + Sync)],
+) -> Result<Vec<Row>, tokio_postgres::Error> {
+    // Written in this order at the first poll; a statement that fails makes the commit a rollback.
+    let (begun, rows, committed) = join3(
+        connection.batch_execute(begin),
+        run(connection, query, params),
+        connection.batch_execute("COMMIT"),
+    )
+    .await;
+    begun.and(rows).and_then(|rows| committed.map(|()| rows))
 }
 
 /// Sends a statement as one unnamed message, with the types it was written for.

@@ -166,6 +166,13 @@ impl Error {
         }
     }
 
+    /// Whether one message may be the reason: its payload is more than the server can store or hand out.
+    pub(crate) fn may_be_a_message(&self) -> bool {
+        self.kind() == ErrorKind::InvalidMessage
+            // out of memory; an allocation too large, which PostgreSQL takes for an internal error
+            || self.sql_state().is_some_and(|state| state == "53200" || state == "XX000")
+    }
+
     /// The SQLSTATE, when the error came from PostgreSQL.
     pub fn sql_state(&self) -> Option<&str> {
         let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;
@@ -198,9 +205,14 @@ impl Error {
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.
             "3F000" | "42P01" | "42883" => ErrorKind::SchemaMissing,
-            "22P02" | "22P05" | "22021" | "22023" | "23514" | "22032" => ErrorKind::InvalidMessage,
+            // Data that cannot be stored, by its form (22…), its size or depth (54…), or a CHECK.
+            c if c.starts_with("22") || c.starts_with("54") || c == "23514" => {
+                ErrorKind::InvalidMessage
+            }
             // Connection trouble and shutdown, also as told by the server before it hangs up.
-            c if c.starts_with("08") || c.starts_with("57P") => ErrorKind::Connection,
+            c if c.starts_with("08") || c.starts_with("57P") || c == "25P03" => {
+                ErrorKind::Connection
+            }
             c if c.starts_with("28") || c == "3D000" => ErrorKind::Connection,
             _ => ErrorKind::Database,
         };

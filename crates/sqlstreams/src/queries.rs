@@ -45,6 +45,8 @@ queries! {
         extend: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         poll: [INT8, INT8, TIMESTAMPTZ],
+        next_id: [INT8, INT8, UUID, INT8],
+        take_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ],
         settle_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY],
         extend_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
@@ -74,7 +76,7 @@ queries! {
         // The payloads' type is added by hand where the insert is sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
-        claim_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ],
+        fetch_messages: [INT8, INT8_ARRAY, INT8],
         read_messages: [INT8_ARRAY],
     }
 }

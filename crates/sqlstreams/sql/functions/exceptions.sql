@@ -1,23 +1,20 @@
 -- The exception queue: one row per message of a group that failed, through its whole life. See the state table in
 -- docs/exceptions.md.
 
--- Claims up to p_limit exceptions that are due, as one batch under p_token, and returns them with their messages.
--- With p_suspect it claims one suspect instead: a message whose process died while holding it, which is run alone.
+-- Claims up to p_limit exceptions that are due, as one batch under p_token. With p_suspect it claims one suspect instead: a
+-- message whose process died while holding it, which is run alone. Their messages are read by fetch_messages.
 --
 -- Under a held snapshot the rows claimed and settled before stay in the index, all with an earlier due_at. Callers that
 -- claim often pass p_due_from, the smallest due_at they got last less a second, and every few seconds -infinity: every way
 -- to ready sets due_at >= clock_timestamp(), so nothing hides below for long. With a bound only leases that ran out in
 -- the last second are looked for, too: the rows that were in flight before lie dead below that.
-CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
-               attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
+CREATE OR REPLACE FUNCTION take_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz)
+RETURNS TABLE (id bigint, attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     g       consumer_group;
-    queue   text := 'exception_queue_' || p_stream;
     started timestamptz;
-    ids     bigint[];
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
@@ -25,30 +22,32 @@ BEGIN
     -- In a variable: in the query itself it would be a filter, not a bound of the index scan. Taken after the
     -- reclaim, whose rows are due at its own clock, so that this call can hand them out.
     started := clock_timestamp();
-    EXECUTE format(
+    RETURN QUERY EXECUTE format(
         'WITH due AS (
              SELECT message_id FROM %1$I
              WHERE group_id = $1 AND state = ''ready'' AND losses %2$s 0 AND due_at <= $2 AND due_at >= $3
-             ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED),
-         taken AS (
-             UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6
-             FROM due WHERE e.group_id = $1 AND e.message_id = due.message_id
-             RETURNING e.message_id)
-         SELECT array_agg(message_id) FROM taken', queue, CASE WHEN p_suspect THEN '>' ELSE '=' END)
-        INTO ids
+             ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED)
+         UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6
+         FROM due WHERE e.group_id = $1 AND e.message_id = due.message_id
+         RETURNING e.message_id, e.attempts, e.delays, e.first_failed_at, e.due_at, $7',
+        'exception_queue_' || p_stream, CASE WHEN p_suspect THEN '>' ELSE '=' END)
         USING p_group, started, coalesce(p_due_from, '-infinity'), CASE WHEN p_suspect THEN 1 ELSE p_limit END,
-              p_token, started + g.lease_duration;
-    IF ids IS NULL THEN
-        RETURN;
-    END IF;
-    -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
-    RETURN QUERY EXECUTE format(
-        'SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, e.attempts, e.delays, e.first_failed_at, e.due_at, $4
-         FROM unnest($2) AS u(id)
-         CROSS JOIN LATERAL (SELECT * FROM %I WHERE group_id = $1 AND message_id = u.id LIMIT 1) AS e
-         CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $3 AND id <= $5 LIMIT 1) AS m
-         ORDER BY m.id', queue, 'message_log_' || p_stream)
-        USING p_group, ids, (SELECT min(i) FROM unnest(ids) AS i), g.lease_duration, (SELECT max(i) FROM unnest(ids) AS i);
+              p_token, started + g.lease_duration, g.lease_duration;
+END $$;
+
+-- Both in one call, for clients that know their payloads to be small.
+CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
+               attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+        WITH taken AS MATERIALIZED (
+            SELECT * FROM take_exceptions(p_stream, p_group, p_token, p_limit, p_suspect, p_due_from))
+        SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, t.attempts, t.delays, t.first_failed_at, t.due_at, t.lease_duration
+        FROM fetch_messages(p_stream, (SELECT array_agg(id) FROM taken), 9223372036854775807, p_type) AS m
+        JOIN taken AS t ON t.id = m.id ORDER BY m.id;
 END $$;
 
 -- From when on a caller that bounds its look at the due exceptions looks for leases that ran out.

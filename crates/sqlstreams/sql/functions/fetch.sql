@@ -26,7 +26,40 @@ BEGIN
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT $5 + 1) AS m) AS m
-         WHERE coalesce(bytes_before, 0) < $6
+         WHERE bytes_before < $6
          ORDER BY id LIMIT $5', 'message_log_' || p_stream)
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
+END $$;
+
+-- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" as above. Ids for which
+-- there is no message are left out.
+CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET work_mem = '32MB' AS $$
+#variable_conflict use_column
+BEGIN
+    -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
+    RETURN QUERY EXECUTE format(
+        'SELECT id, key, routing_key, headers, produced_at, more, payload
+         FROM (SELECT m.*, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
+                      sum(pg_column_size(m.payload)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - pg_column_size(m.payload) AS bytes_before
+               FROM unnest($1) AS u(id)
+               CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
+         WHERE bytes_before < $4 ORDER BY id', 'message_log_' || p_stream)
+        USING p_ids, (SELECT min(i) FROM unnest(p_ids) AS i), (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes;
+END $$;
+
+-- The id that comes next in lease p_token after p_after, for a client that cannot read its message.
+CREATE OR REPLACE FUNCTION next_id(p_stream bigint, p_group bigint, p_token uuid, p_after bigint) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    pending int8multirange;
+    hit     bigint;
+BEGIN
+    PERFORM require_read_committed();
+    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT 1', 'message_log_' || p_stream)
+        INTO hit USING lower(pending), upper(pending), p_after, pending;
+    RETURN hit;
 END $$;

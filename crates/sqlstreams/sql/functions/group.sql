@@ -18,7 +18,7 @@ BEGIN
     RETURN log_head(p_stream);
 END $$;
 
--- The position just before the first message produced at or after p_at: a binary search over the ids.
+-- The position just before the first message produced at or after p_at, which must not lie in the future: a binary search over the ids.
 -- Ids and times are drawn together but by many sessions, so neighbours may be swapped: the last thousand ids before
 -- the hit are looked through as well.
 CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURNS bigint
@@ -30,6 +30,11 @@ DECLARE
     mid  bigint;
     seen record;
 BEGIN
+    -- A few minutes are a client's clock; more is a mistake, and would pass over what is produced until then.
+    IF p_at > clock_timestamp() + interval '5 minutes' AND p_at < 'infinity' THEN
+        RAISE EXCEPTION 'the time % lies in the future', p_at
+            USING ERRCODE = 'SQ004', HINT = 'Start at the latest message, or at a time that has been.';
+    END IF;
     WHILE hi - lo > 1 LOOP
         mid := lo + (hi - lo) / 2;
         -- Bounded by a partition each: an unbounded look-up would open them all.
@@ -89,7 +94,11 @@ BEGIN
         backoff_base   = coalesce(p_backoff_base, backoff_base),
         backoff_factor = coalesce(p_backoff_factor, backoff_factor),
         backoff_cap    = coalesce(p_backoff_cap, backoff_cap)
-    WHERE id = p_group;
+    WHERE id = p_group
+      -- Consumers say this at every start: no row version, and no lock, where nothing changes.
+      AND (lease_duration, max_attempts, backoff_base, backoff_factor, backoff_cap) IS DISTINCT FROM
+          (coalesce(p_lease_duration, lease_duration), coalesce(p_max_attempts, max_attempts), coalesce(p_backoff_base, backoff_base),
+           coalesce(p_backoff_factor, backoff_factor), coalesce(p_backoff_cap, backoff_cap));
 END $$;
 
 CREATE OR REPLACE FUNCTION drop_group(p_stream bigint, p_group bigint) RETURNS void
@@ -99,6 +108,8 @@ DECLARE
 BEGIN
     -- The cursor first: whoever holds or waits for it must be done before the rest goes.
     EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_group_cursor_' || p_stream) USING p_group;
+    -- Leases in the order in which everybody locks them.
+    EXECUTE format('SELECT FROM %I WHERE group_id = $1 ORDER BY seq FOR UPDATE', 'consumer_lease_' || p_stream) USING p_group;
     EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_lease_' || p_stream) USING p_group;
     EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'exception_queue_' || p_stream) USING p_group;
     DELETE FROM consumer_group WHERE id = p_group;

@@ -75,14 +75,15 @@ BEGIN
     END IF;
     -- The bounds keep the other partitions out of the plan. LEFT JOIN: a failure is recorded even if its message is gone.
     EXECUTE format(
-        'INSERT INTO %I (group_id, message_id, state, attempts, delays, due_at, key, last_error, history, dead_at)
+        'INSERT INTO %I (group_id, message_id, state, attempts, delays, due_at, key, last_error, history, first_failed_at, dead_at)
          SELECT $1.id, f.id,
                 CASE WHEN f.final THEN ''dead'' ELSE ''ready'' END,
                 CASE WHEN f.outcome = ''delay'' THEN 0 ELSE 1 END,
                 CASE WHEN f.outcome = ''delay'' THEN 1 ELSE 0 END,
                 CASE WHEN f.final THEN $8 ELSE $8 + coalesce(asked_delay(f.delay), retry_delay($1, 1)) END,
                 m.key, error_text(f.error),
-                CASE WHEN f.outcome = ''delay'' THEN ''[]'' ELSE add_history(''[]'', 1, f.outcome, f.error) END,
+                CASE WHEN f.outcome = ''delay'' THEN ''[]'' ELSE add_history(''[]'', 1, CASE WHEN f.final THEN ''dead'' ELSE f.outcome END, f.error) END,
+                $8,
                 CASE WHEN f.final THEN $8 END
          FROM (SELECT DISTINCT ON (id) id, outcome, error, delay, is_final(outcome, 0, $1.max_attempts) AS final
                FROM unnest($3, $4, $5, $6) AS u(id, outcome, error, delay)

@@ -16,7 +16,7 @@ BEGIN
                     PERFORM payload::jsonb;
                 END IF;
             END IF;
-        EXCEPTION WHEN data_exception OR statement_too_complex OR program_limit_exceeded THEN
+        EXCEPTION WHEN data_exception OR program_limit_exceeded OR statement_too_complex OR out_of_memory OR internal_error THEN
             GET STACKED DIAGNOSTICS reason = MESSAGE_TEXT, context = PG_EXCEPTION_DETAIL;
             place := i - 1;
             reason := reason || CASE WHEN context <> '' THEN ': ' || context ELSE '' END;

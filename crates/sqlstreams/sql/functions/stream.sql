@@ -31,7 +31,7 @@ BEGIN
              routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
              headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
              produced_at timestamptz NOT NULL DEFAULT clock_timestamp(),
-             payload     %s
+             payload     %s NOT NULL
          ) PARTITION BY RANGE (id)',
         'message_log_' || n, 'message_log_' || n || '_id_seq', p_payload_type);
 
@@ -100,6 +100,10 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
+    -- In the order in which partitions are made and in which consumers lock, the log last.
+    PERFORM FROM stream WHERE id = p_stream FOR UPDATE;
+    EXECUTE format('LOCK TABLE %I, %I, %I, %I IN ACCESS EXCLUSIVE MODE', 'consumer_group_cursor_' || p_stream,
+                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'message_log_' || p_stream);
     EXECUTE format('DROP TABLE %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
                    'consumer_lease_' || p_stream, 'exception_queue_' || p_stream);
     DELETE FROM stream WHERE id = p_stream;

@@ -59,7 +59,7 @@ impl Connector {
         let (client, driver) = self.open().await?;
         let task = tokio::spawn(async move {
             if let Err(error) = driver.await {
-                tracing::warn!(error = &error as &dyn std::error::Error, "lost a connection");
+                tracing::info!(error = &error as &dyn std::error::Error, "lost a connection");
             }
         });
         Ok((client, task))

@@ -34,24 +34,32 @@ struct Lease {
     open: BTreeSet<i64>,
     /// Failed and not reported yet.
     failed: BTreeMap<i64, Verdict>,
+    /// Its messages are fetched one at a time: one of them could not be read.
+    one_by_one: bool,
+}
+
+/// A claimed exception.
+#[derive(Debug)]
+struct Exception {
+    token: Uuid,
+    suspect: bool,
+    /// Attempts that failed before.
+    attempts: i32,
+    fetched: bool,
 }
 
 impl Lease {
-    /// What can be said to be done: everything fetched that is neither open nor failed. Ids for which there is no message
-    /// are among it.
-    fn done(&self) -> IdSet {
-        let done = self.pending.below_without(self.fetched_to, &self.open);
-        done.minus(&self.failed.keys().copied().collect())
-    }
-
-    fn report(&self) -> LeaseReport {
-        let failed = self.failed.iter().map(|(id, verdict)| (*id, verdict.clone())).collect();
-        LeaseReport {
-            seq: self.seq,
-            token: self.token,
-            done: self.done().largest(MOST_RANGES),
-            failed,
-        }
+    /// With `failures`, what failed is reported too: the server makes rows of it before it takes `done` out, so that may
+    /// cover it and stays a few ranges. Without, `done` leaves it out. At most `ranges` ranges, the largest; what is left
+    /// out is reported later.
+    fn report(&self, failures: bool, ranges: usize) -> LeaseReport {
+        // Everything fetched that is not open. Ids for which there is no message are among it.
+        let ended = self.pending.below_without(self.fetched_to, &self.open);
+        let (done, failed) = match failures {
+            true => (ended, self.failed.iter().map(|(id, v)| (*id, v.clone())).collect()),
+            false => (ended.minus(&self.failed.keys().copied().collect()), Vec::new()),
+        };
+        LeaseReport { seq: self.seq, token: self.token, done: done.largest(ranges), failed }
     }
 
     fn is_fetched(&self) -> bool {
@@ -67,8 +75,8 @@ impl Lease {
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     leases: HashMap<Uuid, Lease>,
-    /// Claimed exceptions by id, with their token and whether they are suspects.
-    exceptions: BTreeMap<i64, (Uuid, bool)>,
+    /// Claimed exceptions by id.
+    exceptions: BTreeMap<i64, Exception>,
     /// How exceptions ended, not reported yet.
     settled: Vec<ExceptionReport>,
 }
@@ -87,6 +95,7 @@ impl Held {
                 fetched_to,
                 open: BTreeSet::new(),
                 failed: BTreeMap::new(),
+                one_by_one: false,
             },
         );
     }
@@ -102,23 +111,43 @@ impl Held {
         };
     }
 
-    /// A lease with messages that were not fetched yet, and the id after which they come.
-    pub(crate) fn unfetched(&self) -> Option<(Uuid, i64)> {
-        self.leases
-            .values()
-            .filter(|l| !l.is_fetched())
-            .min_by_key(|l| l.seq)
-            .map(|l| (l.token, l.fetched_to - 1))
+    /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
+    pub(crate) fn unfetched(&self) -> Option<(Uuid, i64, bool)> {
+        let lease = self.leases.values().filter(|l| !l.is_fetched()).min_by_key(|l| l.seq)?;
+        Some((lease.token, lease.fetched_to - 1, lease.one_by_one))
     }
 
-    /// Exceptions were claimed.
+    /// A message of the lease could not be read.
+    pub(crate) fn fetch_one_by_one(&mut self, token: Uuid) {
+        if let Some(lease) = self.leases.get_mut(&token) {
+            lease.one_by_one = true;
+        }
+    }
+
+    /// Exceptions were claimed: ids, and how often each has failed.
     pub(crate) fn claimed_exceptions(
         &mut self,
         token: Uuid,
-        ids: impl IntoIterator<Item = i64>,
+        claimed: impl IntoIterator<Item = (i64, i32)>,
         suspect: bool,
     ) {
-        self.exceptions.extend(ids.into_iter().map(|id| (id, (token, suspect))));
+        self.exceptions.extend(
+            claimed
+                .into_iter()
+                .map(|(id, attempts)| (id, Exception { token, suspect, attempts, fetched: false })),
+        );
+    }
+
+    /// Claimed exceptions whose messages were not fetched yet.
+    pub(crate) fn unfetched_exceptions(&self) -> Vec<i64> {
+        self.exceptions.iter().filter(|(_, e)| !e.fetched).map(|(id, _)| *id).collect()
+    }
+
+    /// An exception's message is about to be run: where it came from and how often it has failed.
+    pub(crate) fn fetched_exception(&mut self, id: i64) -> Option<(Source, i32)> {
+        let exception = self.exceptions.get_mut(&id)?;
+        exception.fetched = true;
+        Some((Source::Exception(exception.token), exception.attempts))
     }
 
     /// A message was run to an end.
@@ -134,7 +163,7 @@ impl Held {
                 }
             }
             Source::Exception(token) => {
-                if self.exceptions.get(&id).is_some_and(|held| held.0 == token) {
+                if self.exceptions.get(&id).is_some_and(|held| held.token == token) {
                     self.exceptions.remove(&id);
                     self.settled.push(ExceptionReport { token, id, verdict });
                 }
@@ -147,7 +176,7 @@ impl Held {
         match source {
             Source::Lease(token) => self.leases.get(&token).is_some_and(|l| l.open.contains(&id)),
             Source::Exception(token) => {
-                self.exceptions.get(&id).is_some_and(|held| held.0 == token)
+                self.exceptions.get(&id).is_some_and(|held| held.token == token)
             }
         }
     }
@@ -159,7 +188,7 @@ impl Held {
 
     /// Whether a suspect is among them.
     pub(crate) fn has_suspect(&self) -> bool {
-        self.exceptions.values().any(|held| held.1)
+        self.exceptions.values().any(|held| held.suspect)
     }
 
     /// Whether there is something that the server should hear soon: a finished lease or a failure.
@@ -167,16 +196,20 @@ impl Held {
         self.leases.values().any(|l| l.is_finished() || !l.failed.is_empty())
     }
 
-    /// The reports of leases with news, or of all.
-    pub(crate) fn reports(&self, all: bool) -> Vec<LeaseReport> {
-        let mut reports: Vec<_> = self
-            .leases
-            .values()
-            .filter(|l| all || l.is_finished() || !l.failed.is_empty())
-            .map(Lease::report)
-            .collect();
-        reports.sort_unstable_by_key(|r| r.seq);
-        reports
+    /// The reports of leases with news: finished ones, and failures.
+    pub(crate) fn news(&self) -> Vec<LeaseReport> {
+        let news = self.leases.values().filter(|l| l.is_finished() || !l.failed.is_empty());
+        in_order(news.map(|l| l.report(true, MOST_RANGES)))
+    }
+
+    /// How far every lease is, without the failures: for a heartbeat.
+    pub(crate) fn progress(&self) -> Vec<LeaseReport> {
+        in_order(self.leases.values().map(|l| l.report(false, MOST_RANGES)))
+    }
+
+    /// All that is known, for handing the rest back: nothing of it would be told later.
+    pub(crate) fn last_words(&self) -> Vec<LeaseReport> {
+        in_order(self.leases.values().map(|l| l.report(false, usize::MAX)))
     }
 
     /// The server has taken these reports, but for the leases in `lost`. Returns how many leases were lost.
@@ -224,7 +257,7 @@ impl Held {
 
     /// Claimed exceptions that are not finished, with their tokens.
     pub(crate) fn exceptions(&self) -> Vec<(Uuid, i64)> {
-        self.exceptions.iter().map(|(id, held)| (held.0, *id)).collect()
+        self.exceptions.iter().map(|(id, held)| (held.token, *id)).collect()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -234,6 +267,13 @@ impl Held {
     pub(crate) fn has_leases(&self) -> bool {
         !self.leases.is_empty()
     }
+}
+
+/// By seq: whoever locks leases does so in that order.
+fn in_order(reports: impl Iterator<Item = LeaseReport>) -> Vec<LeaseReport> {
+    let mut reports: Vec<_> = reports.collect();
+    reports.sort_unstable_by_key(|r| r.seq);
+    reports
 }
 
 #[cfg(test)]
@@ -249,7 +289,7 @@ mod tests {
     }
 
     fn done(held: &Held) -> String {
-        held.reports(true)[0].done.to_string()
+        held.progress()[0].done.to_string()
     }
 
     #[test]
@@ -260,7 +300,7 @@ mod tests {
             held.finished(Source::Lease(token), id, Outcome::Done.into());
         }
         assert!(held.has_news());
-        let reports = held.reports(false);
+        let reports = held.news();
         assert_eq!(reports[0].done.to_string(), "{[1,11)}");
         held.reported(&reports, &[]);
         assert!(held.is_empty());
@@ -270,15 +310,17 @@ mod tests {
     fn nothing_beyond_what_was_fetched_is_done() {
         let (held, token) = held(1..11, &[2, 3], true);
         assert_eq!(done(&held), "{[1,2)}");
-        assert_eq!(held.unfetched(), Some((token, 3)));
+        assert_eq!(held.unfetched(), Some((token, 3, false)));
     }
 
     #[test]
     fn failures_are_reported_once_and_never_as_done() {
         let (mut held, token) = held(1..4, &[1, 2, 3], false);
         held.finished(Source::Lease(token), 2, Outcome::Retry("no".into()).into());
-        let reports = held.reports(false);
-        assert_eq!((reports[0].done.to_string().as_str(), reports[0].failed.len()), ("{}", 1));
+        let reports = held.news();
+        // The failure may be covered by what is done: it is taken out first.
+        assert_eq!((reports[0].done.to_string().as_str(), reports[0].failed.len()), ("{[2,3)}", 1));
+        assert_eq!(done(&held), "{}");
         held.reported(&reports, &[]);
         assert!(!held.has_news());
         held.finished(Source::Lease(token), 1, Outcome::Done.into());
@@ -287,9 +329,26 @@ mod tests {
     }
 
     #[test]
+    fn a_finished_lease_with_scattered_failures_is_told_at_once() {
+        let ids: Vec<i64> = (1..1001).collect();
+        let (mut held, token) = held(1..1001, &ids, false);
+        for id in ids {
+            let outcome = if id % 2 == 0 { Outcome::Retry("no".into()) } else { Outcome::Done };
+            held.finished(Source::Lease(token), id, outcome.into());
+        }
+        let reports = held.news();
+        assert_eq!(
+            (reports[0].done.to_string().as_str(), reports[0].failed.len()),
+            ("{[1,1001)}", 500)
+        );
+        held.reported(&reports, &[]);
+        assert!(held.is_empty());
+    }
+
+    #[test]
     fn what_ends_after_its_lease_was_lost_is_ignored() {
         let (mut held, token) = held(1..3, &[1, 2], false);
-        let reports = held.reports(true);
+        let reports = held.progress();
         held.reported(&reports, &[token]);
         assert!(!held.holds(Source::Lease(token), 1));
         held.finished(Source::Lease(token), 1, Outcome::Retry("late".into()).into());
@@ -300,9 +359,9 @@ mod tests {
     fn a_failure_that_comes_while_a_report_is_under_way_is_kept() {
         let (mut held, token) = held(1..3, &[1, 2], false);
         held.finished(Source::Lease(token), 1, Outcome::Retry("first".into()).into());
-        let reports = held.reports(false);
+        let reports = held.news();
         held.finished(Source::Lease(token), 2, Outcome::Retry("second".into()).into());
         held.reported(&reports, &[]);
-        assert_eq!(held.reports(false)[0].failed.len(), 1);
+        assert_eq!(held.news()[0].failed.len(), 1);
     }
 }

@@ -56,10 +56,10 @@ pub(crate) struct Settings {
 pub struct Consumed {
     /// Messages that were handled.
     pub handled: u64,
-    /// Attempts that failed and will be tried again, unless they were the last.
-    pub retried: u64,
-    /// Messages that the handler, or a payload that cannot be decoded, made dead letters at once.
-    pub dead: u64,
+    /// Attempts that failed: the message is tried again, or dead if it was the last one.
+    pub failed: u64,
+    /// Messages that became dead letters without further attempts: the handler said so, or they cannot be decoded.
+    pub dead_at_once: u64,
     /// Messages that the handler put off.
     pub delayed: u64,
 }
@@ -113,6 +113,9 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
     ///
     /// The handler's answer decides what becomes of the message: see [`Outcome`](crate::Outcome). A panic or a timeout
     /// counts as a failure. Broken connections are mended, with messages being repeated where their lease ran out.
+    ///
+    /// A handler must not block its thread (`std::thread::sleep`, long computations): leases are renewed by a task of the same
+    /// runtime. Move such work to `tokio::task::spawn_blocking`, or messages are repeated.
     ///
     /// ```no_run
     /// # #[derive(serde::Serialize, serde::Deserialize)] struct Order { id: u64 }

@@ -38,6 +38,7 @@ impl Pace {
     pub(crate) fn received(&mut self, messages: usize, bytes: usize) {
         if messages > 0 {
             self.message_bytes += (bytes as f64 / messages as f64 - self.message_bytes) * 0.3;
+            self.bound();
         }
     }
 
@@ -58,9 +59,14 @@ impl Pace {
             self.starved |= idle;
             return;
         }
+        self.bound();
+        (self.finished, self.since, self.starved) = (0, now, false);
+    }
+
+    /// Not less than runs at once, not more than fits.
+    fn bound(&mut self) {
         let fitting = (MOST_BYTES as f64 / self.message_bytes.max(1.0)) as usize;
         self.target = self.target.max(self.least).min(MOST_MESSAGES.min(fitting).max(1));
-        (self.finished, self.since, self.starved) = (0, now, false);
     }
 
     /// How many to claim while `held` are held: nothing until half of the target is free.

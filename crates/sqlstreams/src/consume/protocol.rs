@@ -5,13 +5,15 @@
 
 use std::time::{Duration, SystemTime};
 
-use futures_util::future::{join3, join5};
+use deadpool_postgres::Object;
+use futures_util::future::join5;
+use tokio::time::timeout;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::ids::IdSet;
-use crate::client::run;
+use crate::client::{run, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
@@ -20,6 +22,8 @@ use crate::queries::Query;
 use crate::stream::StreamInner;
 
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off";
+/// How long the server may take for an answer. By then the leases of most groups have run out.
+const ANSWER: Duration = Duration::from_secs(15);
 const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// A lease as it was claimed.
@@ -53,7 +57,8 @@ pub(crate) struct Advanced {
     pub(crate) lost: Vec<Uuid>,
     pub(crate) claimed: Option<Claimed>,
     pub(crate) lease_duration: Duration,
-    pub(crate) page: Page,
+    /// Its first messages. That they cannot be read does not undo the claim.
+    pub(crate) page: Result<Page>,
 }
 
 /// Messages of a lease.
@@ -67,7 +72,8 @@ pub(crate) struct Page {
 /// Exceptions that were claimed together.
 #[derive(Debug)]
 pub(crate) struct ClaimedExceptions {
-    pub(crate) messages: Vec<RawMessage>,
+    /// Ids, and how often each has failed.
+    pub(crate) exceptions: Vec<(i64, i32)>,
     pub(crate) earliest_due: Option<SystemTime>,
     pub(crate) lease_duration: Duration,
 }
@@ -133,33 +139,28 @@ impl Protocol {
             let fetch_params: [&(dyn ToSql + Sync); 6] =
                 [&self.stream.id, &self.group, &token, &0_i64, &limit, &bytes];
             // Written in this order at the first poll; the server answers in it.
-            let (begun, advanced, committed, fetched, ended) = join5(
+            let calls = join5(
                 connection.batch_execute(BEGIN),
                 run(&connection, advance, &advance_params),
                 connection.batch_execute(COMMIT_AND_BEGIN),
                 run(&connection, &self.stream.queries.fetch, &fetch_params),
                 connection.batch_execute("COMMIT"),
-            )
-            .await;
+            );
+            let Ok((begun, advanced, committed, fetched, ended)) = timeout(ANSWER, calls).await
+            else {
+                return Err(no_answer(connection, doing));
+            };
             begun.map_err(failed)?;
             let rows = advanced.map_err(failed)?;
             committed.map_err(failed)?;
-            // The claim stands. A fetch that failed is made up for later.
-            let page = fetched.and_then(|rows| ended.map(|()| rows)).map_or_else(
-                |error| {
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        "could not fetch what was claimed; trying again"
-                    );
-                    Page { messages: Vec::new(), more: true }
-                },
-                |rows| Page::from_rows(&rows),
-            );
+            let page = fetched
+                .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
+                .map_err(|e| Error::from_driver(e, "fetch messages"));
             (one(rows, doing)?, page)
         } else {
             (
-                one(self.call(&connection, advance, &advance_params, doing).await?, doing)?,
-                Page::default(),
+                one(self.transact(connection, advance, &advance_params, doing).await?, doing)?,
+                Ok(Page::default()),
             )
         };
         let claimed = match row.get::<_, Option<i64>>(1) {
@@ -206,12 +207,9 @@ impl Protocol {
 
     /// Whether there is anything to do. No lock, no write.
     pub(crate) async fn poll(&self, due_from: Option<SystemTime>) -> Result<Seen> {
-        let query = &self.stream.client.inner.queries.poll;
-        let row = self
-            .stream
-            .client
-            .query_one(query, &[&self.stream.id, &self.group, &due_from], "look for messages")
-            .await?;
+        let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &self.group, &due_from];
+        let poll = &self.stream.client.inner.queries.poll;
+        let row = one(self.rows(poll, &params, "look for messages").await?, "look for messages")?;
         Ok(Seen { fresh: row.get(0), lapsed: row.get(1), due: row.get(2), suspect: row.get(3) })
     }
 
@@ -238,7 +236,7 @@ impl Protocol {
     }
 
     /// Claims exceptions that are due.
-    pub(crate) async fn claim_exceptions(
+    pub(crate) async fn take_exceptions(
         &self,
         token: Uuid,
         limit: i64,
@@ -247,24 +245,28 @@ impl Protocol {
     ) -> Result<ClaimedExceptions> {
         let params: [&(dyn ToSql + Sync); 6] =
             [&self.stream.id, &self.group, &token, &limit, &suspect, &due_from];
-        let rows =
-            self.rows(&self.stream.queries.claim_exceptions, &params, "claim exceptions").await?;
+        let take = &self.stream.client.inner.queries.take_exceptions;
+        let rows = self.rows(take, &params, "claim exceptions").await?;
         Ok(ClaimedExceptions {
-            earliest_due: rows.iter().map(|row| row.get(9)).min(),
-            lease_duration: milliseconds(rows.first().map_or(0, |row| row.get(10))),
-            messages: rows
-                .iter()
-                .map(|row| RawMessage {
-                    id: row.get(0),
-                    key: row.get(1),
-                    routing_key: row.get(2),
-                    headers: row.get(3),
-                    produced_at: row.get(4),
-                    payload: row.get::<_, Payload>(5).0,
-                    attempts: row.get(6),
-                })
-                .collect(),
+            exceptions: rows.iter().map(|row| (row.get(0), row.get(1))).collect(),
+            earliest_due: rows.iter().map(|row| row.get(2)).min(),
+            lease_duration: milliseconds(rows.first().map_or(0, |row| row.get(3))),
         })
+    }
+
+    /// Messages of the log by their ids, in order.
+    pub(crate) async fn fetch_messages(&self, ids: &[i64], bytes: i64) -> Result<Page> {
+        let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &ids, &bytes];
+        let fetch = &self.stream.queries.fetch_messages;
+        Ok(Page::from_rows(&self.rows(fetch, &params, "fetch messages").await?))
+    }
+
+    /// The id that comes next in a lease.
+    pub(crate) async fn next_id(&self, token: Uuid, after: i64) -> Result<Option<i64>> {
+        let params: [&(dyn ToSql + Sync); 4] = [&self.stream.id, &self.group, &token, &after];
+        let next = &self.stream.client.inner.queries.next_id;
+        Ok(one(self.rows(next, &params, "find the next message").await?, "find the next message")?
+            .get(0))
     }
 
     /// Records how exceptions ended; returns those whose lease was lost.
@@ -313,27 +315,31 @@ impl Protocol {
         doing: &str,
     ) -> Result<Vec<Row>> {
         let connection = self.stream.client.connection(doing).await?;
-        self.call(&connection, query, params, doing).await
+        self.transact(connection, query, params, doing).await
     }
 
-    async fn call(
+    async fn transact(
         &self,
-        connection: &tokio_postgres::Client,
+        connection: Object,
         query: &Query,
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Result<Vec<Row>> {
-        let (begun, rows, committed) = join3(
-            connection.batch_execute(BEGIN),
-            run(connection, query, params),
-            connection.batch_execute("COMMIT"),
-        )
-        .await;
-        begun
-            .and(rows)
-            .and_then(|rows| committed.map(|()| rows))
-            .map_err(|e| Error::from_driver(e, doing))
+        match timeout(ANSWER, transact(&connection, BEGIN, query, params)).await {
+            Ok(rows) => rows.map_err(|e| Error::from_driver(e, doing)),
+            Err(_) => Err(no_answer(connection, doing)),
+        }
     }
+}
+
+/// The server, or the way to it, hangs: the connection is of no use any more.
+fn no_answer(connection: Object, doing: &str) -> Error {
+    drop(Object::take(connection));
+    Error::new(
+        ErrorKind::Connection,
+        format!("the server did not answer within {} s when asked to {doing}", ANSWER.as_secs()),
+    )
+    .with_hint("Look whether the server, or the network to it, hangs.")
 }
 
 impl Page {

@@ -3,6 +3,7 @@
 //! One call at a time, in the order of [`Coordinator::step`]; between calls it waits for handlers to finish, for the next
 //! poll or for the next heartbeat, whichever comes first.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -11,12 +12,13 @@ use uuid::Uuid;
 
 use super::held::{Held, Source};
 use super::pace::Pace;
-use super::protocol::{Protocol, Seen};
+use super::protocol::{Page, Protocol, Seen};
 use super::workers::{Finished, Job, Workers};
 use super::{Consumed, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Message, RawMessage};
-use crate::outcome::{IntoOutcome, Verdict};
+use crate::name::shorten;
+use crate::outcome::{IntoOutcome, Outcome, Verdict};
 use crate::partitions;
 use crate::payload::Codec;
 
@@ -60,6 +62,7 @@ where
         consumed: Consumed::default(),
         seen: Seen { fresh: true, lapsed: true, due: true, suspect: true },
         exceptions_next: true,
+        exceptions_one_by_one: false,
         due_from: DueFrom { bound: None, unbounded_at: now },
         news_due: None,
         unabsorbed: Vec::new(),
@@ -71,9 +74,10 @@ where
     };
     let worked = coordinator.work(goal).await;
     let stopped = coordinator.stop().await;
-    worked?;
-    stopped?;
-    Ok(coordinator.consumed)
+    match worked.and(stopped) {
+        Ok(()) => Ok(coordinator.consumed),
+        Err(error) => Err(coordinator.named(error)),
+    }
 }
 
 struct Coordinator {
@@ -90,6 +94,8 @@ struct Coordinator {
     seen: Seen,
     /// Exceptions and the log take turns.
     exceptions_next: bool,
+    /// Exceptions are fetched one at a time: one of them could not be read.
+    exceptions_one_by_one: bool,
     due_from: DueFrom,
     /// When what is new has to be told.
     news_due: Option<Instant>,
@@ -129,7 +135,10 @@ impl Coordinator {
             };
             match result {
                 Ok(true) => return Ok(()),
-                Ok(false) => self.wait().await,
+                Ok(false) => {
+                    trouble = TROUBLE.0;
+                    self.wait().await;
+                }
                 Err(error) if error.is_retryable() => {
                     tracing::warn!(
                         stream = self.protocol.stream.name,
@@ -156,12 +165,14 @@ impl Coordinator {
             return Ok(true);
         }
         let room = self.pace.room(self.held.messages());
+        let hungry = self.workers.waiting() < self.settings.concurrency;
+        if hungry && self.fetch_exceptions().await? {
+            return Ok(true);
+        }
         if room > 0
-            && let Some((token, after)) = self.held.unfetched()
+            && let Some((token, after, one_by_one)) = self.held.unfetched()
         {
-            let bytes = self.pace.fetch_bytes();
-            let page = self.protocol.fetch(token, after, room as i64, bytes).await?;
-            self.received(Source::Lease(token), page.messages, page.more);
+            self.fetch(token, after, if one_by_one { 1 } else { room }).await?;
             return Ok(true);
         }
         if self.seen.suspect && !self.held.has_suspect() {
@@ -173,23 +184,24 @@ impl Coordinator {
             self.claim_exceptions(room.min(MOST_EXCEPTIONS), false).await?;
             return Ok(true);
         }
-        if room > 0 && log || self.held.has_news() && self.news_are_due(now) {
-            self.advance(if log { room } else { 0 }).await?;
-            return Ok(true);
-        }
+        // Also while there is a backlog, or what failed would wait for its end.
         if room > 0 && now >= self.next_poll {
             self.seen = self.protocol.poll(self.due_from.now()).await?;
             let anything = self.seen != Seen::default();
-            self.next_poll =
-                Instant::now() + if anything { BUSY_POLL } else { jittered(self.poll_pause) };
+            let pause = if anything { BUSY_POLL } else { jittered(self.poll_pause) };
+            self.next_poll = Instant::now() + pause;
             self.poll_pause = (self.poll_pause * 3 / 2).min(POLL.1);
             return Ok(anything);
+        }
+        if room > 0 && log || self.held.has_news() && self.news_are_due(now) {
+            self.advance(if log { room } else { 0 }).await?;
+            return Ok(true);
         }
         Ok(false)
     }
 
     async fn advance(&mut self, limit: usize) -> Result<()> {
-        let reports = self.held.reports(false);
+        let reports = self.held.news();
         let advanced =
             self.protocol.advance(&reports, limit as i64, self.pace.fetch_bytes()).await?;
         self.exceptions_next = true;
@@ -218,7 +230,7 @@ impl Coordinator {
                 }
                 self.held_more(now);
                 self.held.claimed(claimed);
-                self.received(Source::Lease(token), advanced.page.messages, advanced.page.more);
+                self.fetched(token, limit, advanced.page)?;
             }
             None if limit > 0 => {
                 (self.seen.fresh, self.seen.lapsed) = (false, false);
@@ -229,28 +241,118 @@ impl Coordinator {
         Ok(())
     }
 
+    /// Fetches messages of a lease.
+    async fn fetch(&mut self, token: Uuid, after: i64, limit: usize) -> Result<()> {
+        let bytes = self.pace.fetch_bytes();
+        match self.protocol.fetch(token, after, limit as i64, bytes).await {
+            Err(error) if limit == 1 && error.may_be_a_message() => {
+                let id = self.protocol.next_id(token, after).await?;
+                self.held.fetched(token, id, id.is_some());
+                if let Some(id) = id {
+                    self.bury(Source::Lease(token), id, &error);
+                }
+                Ok(())
+            }
+            page => self.fetched(token, limit, page),
+        }
+    }
+
+    /// Takes in what a fetch for a lease brought. Where one message keeps all from being read, they are read one by one.
+    fn fetched(&mut self, token: Uuid, limit: usize, page: Result<Page>) -> Result<()> {
+        match page {
+            Ok(page) => {
+                self.held.fetched(token, page.messages.iter().map(|m| m.id), page.more);
+                self.received(Source::Lease(token), page.messages);
+                Ok(())
+            }
+            Err(error) if limit > 1 && error.may_be_a_message() => {
+                self.held.fetch_one_by_one(token);
+                Ok(())
+            }
+            // The claim stands: what it holds is fetched by itself, after a pause.
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Fetches messages of claimed exceptions, if there are any to fetch.
+    async fn fetch_exceptions(&mut self) -> Result<bool> {
+        let mut ids = self.held.unfetched_exceptions();
+        if ids.is_empty() {
+            self.exceptions_one_by_one = false;
+            return Ok(false);
+        }
+        if self.exceptions_one_by_one {
+            ids.truncate(1);
+        }
+        let page = match self.protocol.fetch_messages(&ids, self.pace.fetch_bytes()).await {
+            Ok(page) => page,
+            Err(error) if error.may_be_a_message() => {
+                match ids.as_slice() {
+                    &[id] => {
+                        if let Some((source, _)) = self.held.fetched_exception(id) {
+                            self.bury(source, id, &error);
+                        }
+                    }
+                    _ => self.exceptions_one_by_one = true,
+                }
+                return Ok(true);
+            }
+            Err(error) => return Err(error),
+        };
+        // Up to here the page is complete: an id that is not on it has no message any more.
+        let complete_to = match page.messages.last() {
+            Some(last) if page.more => last.id,
+            _ => i64::MAX,
+        };
+        let found: BTreeSet<i64> = page.messages.iter().map(|m| m.id).collect();
+        for id in ids.into_iter().filter(|id| *id <= complete_to && !found.contains(id)) {
+            if let Some((source, _)) = self.held.fetched_exception(id) {
+                let gone = Outcome::Dead("the message is no longer in the log".to_owned());
+                self.end(source, id, gone.into());
+            }
+        }
+        for mut message in page.messages {
+            if let Some((source, attempts)) = self.held.fetched_exception(message.id) {
+                message.attempts = attempts;
+                self.received(source, vec![message]);
+            }
+        }
+        Ok(true)
+    }
+
+    /// A message that the server cannot hand out is a dead letter.
+    fn bury(&mut self, source: Source, id: i64, error: &Error) {
+        tracing::warn!(stream = self.protocol.stream.name, id, %error, "a message cannot be read");
+        self.end(source, id, Outcome::Dead(format!("the message cannot be read: {error}")).into());
+    }
+
+    /// A message ends without having been run.
+    fn end(&mut self, source: Source, id: i64, verdict: Verdict) {
+        self.count(&verdict);
+        self.held.finished(source, id, verdict);
+        self.news_due.get_or_insert_with(Instant::now);
+    }
+
     async fn claim_exceptions(&mut self, limit: usize, suspect: bool) -> Result<()> {
         let token = Uuid::new_v4();
         // Suspects are few, and may have waited for long.
         let due_from = if suspect { None } else { self.due_from.now() };
-        let claimed =
-            self.protocol.claim_exceptions(token, limit as i64, suspect, due_from).await?;
+        let claimed = self.protocol.take_exceptions(token, limit as i64, suspect, due_from).await?;
         self.exceptions_next = false;
         if suspect {
             // Where one was, more may be: the next is asked for as soon as this one has ended, not at the next poll.
-            self.seen.suspect = !claimed.messages.is_empty();
+            self.seen.suspect = !claimed.exceptions.is_empty();
         } else {
-            self.seen.due = claimed.messages.len() == limit;
+            self.seen.due = claimed.exceptions.len() == limit;
             self.due_from.claimed(claimed.earliest_due);
         }
-        if claimed.messages.is_empty() {
+        if claimed.exceptions.is_empty() {
             return Ok(());
         }
         self.poll_pause = POLL.0;
         self.lease_duration = claimed.lease_duration;
         self.held_more(Instant::now());
-        self.held.claimed_exceptions(token, claimed.messages.iter().map(|m| m.id), suspect);
-        self.received(Source::Exception(token), claimed.messages, false);
+        self.held.claimed_exceptions(token, claimed.exceptions, suspect);
         Ok(())
     }
 
@@ -268,9 +370,8 @@ impl Coordinator {
     /// Keeps everything that is held for another while, and tells what of it is finished.
     async fn heartbeat(&mut self) -> Result<()> {
         if self.held.has_leases() {
-            let mut reports = self.held.reports(true);
             // Failures go with `advance`.
-            reports.iter_mut().for_each(|report| report.failed.clear());
+            let reports = self.held.progress();
             let extended = self.protocol.extend(&reports).await?;
             let lost: Vec<Uuid> =
                 extended.iter().filter(|(_, seq)| seq.is_none()).map(|(token, _)| *token).collect();
@@ -291,10 +392,7 @@ impl Coordinator {
     }
 
     /// Hands messages to the workers.
-    fn received(&mut self, source: Source, messages: Vec<RawMessage>, more: bool) {
-        if let Source::Lease(token) = source {
-            self.held.fetched(token, messages.iter().map(|m| m.id), more);
-        }
+    fn received(&mut self, source: Source, messages: Vec<RawMessage>) {
         self.pace.received(messages.len(), messages.iter().map(|m| m.payload.len()).sum());
         self.running += messages.len();
         self.workers.push(messages.into_iter().map(|message| Job { source, message }));
@@ -344,8 +442,8 @@ impl Coordinator {
     fn count(&mut self, verdict: &Verdict) {
         let counter = match verdict.outcome {
             "ok" => &mut self.consumed.handled,
-            "retry" => &mut self.consumed.retried,
-            "dead" => &mut self.consumed.dead,
+            "retry" => &mut self.consumed.failed,
+            "dead" => &mut self.consumed.dead_at_once,
             _ => &mut self.consumed.delayed,
         };
         *counter += 1;
@@ -402,6 +500,21 @@ impl Coordinator {
         }
     }
 
+    /// The error in the user's words: the database knows streams and groups by number.
+    fn named(&self, error: Error) -> Error {
+        let stream = shorten(&self.protocol.stream.name);
+        let (kind, what) = match (error.kind(), error.sql_state()) {
+            (ErrorKind::UnknownGroup, _) => {
+                (ErrorKind::UnknownGroup, format!("the group was dropped from stream {stream}"))
+            }
+            (ErrorKind::UnknownStream, _) | (ErrorKind::SchemaMissing, Some("42P01")) => {
+                (ErrorKind::UnknownStream, format!("stream {stream} was dropped"))
+            }
+            _ => return error,
+        };
+        Error::new(kind, format!("{what} while it was being consumed")).with_source(error)
+    }
+
     /// Waits out trouble; handlers go on meanwhile.
     async fn pause(&mut self, pause: Duration) {
         tokio::select! {
@@ -441,11 +554,11 @@ impl Coordinator {
             );
         }
         self.workers.abort().await;
-        let mut tries = 0;
+        self.absorb_all();
+        let last_try = Instant::now() + TROUBLE.1;
         loop {
             match self.hand_back().await {
-                Err(error) if error.is_retryable() && tries < 3 => {
-                    tries += 1;
+                Err(error) if error.is_retryable() && Instant::now() < last_try => {
                     tokio::time::sleep(jittered(TROUBLE.0 * 2)).await;
                 }
                 result => return result,
@@ -461,7 +574,7 @@ impl Coordinator {
             self.advance(0).await?;
         }
         if self.held.has_leases() {
-            let reports = self.held.reports(true);
+            let reports = self.held.last_words();
             self.protocol.release(&reports).await?;
             let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
             self.held.reported(&reports, &tokens);

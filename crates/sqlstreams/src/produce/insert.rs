@@ -36,7 +36,7 @@ pub struct InvalidMessage {
 /// is the first.
 pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> Result<Vec<i64>> {
     let error = match insert_unchecked(stream, messages).await {
-        Err(error) if error.kind() == ErrorKind::InvalidMessage => error,
+        Err(error) if error.may_be_a_message() => error,
         result => return result,
     };
     Err(match invalid(stream, messages).await?.first() {
@@ -145,6 +145,11 @@ fn failure(error: tokio_postgres::Error, committing: bool) -> Failure {
         return Failure::OutOfPartitions(error);
     }
     let reported = db.is_some();
+    if db.is_some_and(|db| *db.code() == SqlState::UNDEFINED_TABLE) {
+        let gone =
+            Error::new(ErrorKind::UnknownStream, "the stream was dropped").with_source(error);
+        return Failure::Other(gone);
+    }
     let translated = Error::from_driver(error, "produce");
     Failure::Other(match translated.kind() {
         ErrorKind::Connection if committing && !reported => Error::new(

@@ -170,9 +170,9 @@ async fn send_batch<T, C>(
             }
             Err(error) => error,
         };
-        let invalid = match error.kind() {
-            ErrorKind::InvalidMessage => insert::invalid(&stream.inner, &messages).await,
-            _ => Ok(Vec::new()),
+        let invalid = match error.may_be_a_message() {
+            true => insert::invalid(&stream.inner, &messages).await,
+            false => Ok(Vec::new()),
         };
         match invalid {
             Ok(invalid) if !invalid.is_empty() => {

@@ -1,6 +1,7 @@
 //! Consuming: every message once, failures through the exception queue.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -56,7 +57,7 @@ async fn failures_retry_die_and_come_back_by_redrive() {
     let consumed =
         stream.group("g").retry(policy).consumer().run_until_caught_up(handler).await.unwrap();
     assert_eq!(consumed.handled, 980);
-    assert_eq!(consumed.dead, 10);
+    assert_eq!(consumed.dead_at_once, 10);
     assert_eq!(
         count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1 WHERE state = 'dead'").await,
         20
@@ -71,4 +72,31 @@ async fn failures_retry_die_and_come_back_by_redrive() {
     let consumed = group.consumer().run_until_caught_up(async |_| {}).await.unwrap();
     assert_eq!(consumed.handled, 20);
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
+}
+
+/// What failed is tried again while there is a backlog, not at its end.
+#[tokio::test(flavor = "multi_thread")]
+async fn retries_do_not_wait_for_the_end_of_a_backlog() {
+    const MESSAGES: u64 = 20_000;
+    let (client, _db) = client().await;
+    let stream = numbers(&client, "backlog", MESSAGES).await;
+    let policy = RetryPolicy::attempts(5).backoff(Duration::ZERO, 1.0, Duration::ZERO);
+    let first_deliveries = Arc::new(AtomicU64::new(0));
+    let before_first_retry = Arc::new(AtomicU64::new(u64::MAX));
+    let (seen, mark) = (first_deliveries.clone(), before_first_retry.clone());
+    let handler = move |message: Message<u64>| {
+        match message.attempt {
+            1 => seen.fetch_add(1, Ordering::Relaxed),
+            _ => mark.fetch_min(seen.load(Ordering::Relaxed), Ordering::Relaxed),
+        };
+        async move {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            if message.attempt == 1 && message.payload % 20 == 0 { Err("once") } else { Ok(()) }
+        }
+    };
+    let group = stream.group("g").retry(policy);
+    group.consumer().concurrency(8).run_until_caught_up(handler).await.unwrap();
+    assert_eq!(first_deliveries.load(Ordering::Relaxed), MESSAGES);
+    let before = before_first_retry.load(Ordering::Relaxed);
+    assert!(before < MESSAGES / 2, "{before} messages were delivered before the first retry");
 }

@@ -13,6 +13,7 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process_group};
 use sqlstreams::{MAX_ERROR_BYTES, Message, Outcome};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStderr, ChildStdin};
@@ -134,6 +135,7 @@ impl Command {
 /// Feeds the command and waits for it. All at once: it may write before it has read everything.
 async fn finish(mut child: Child, payload: &[u8]) -> io::Result<(ExitStatus, Vec<u8>)> {
     let mut said = VecDeque::new();
+    let mut family = Family(child.id().and_then(|id| Pid::from_raw(id.cast_signed())));
     let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
     let status = {
         let talking = async { tokio::join!(feed(stdin, payload), read_end(stderr, &mut said)) };
@@ -152,7 +154,21 @@ async fn finish(mut child: Child, payload: &[u8]) -> io::Result<(ExitStatus, Vec
         }
         status
     };
+    // It ended by itself: what it left running is meant to run.
+    family.0 = None;
     Ok((status, said.into()))
+}
+
+/// A command's process group, which is the command and what it started. Killed with it when it is given up: by a timeout, or
+/// by a second signal.
+struct Family(Option<Pid>);
+
+impl Drop for Family {
+    fn drop(&mut self) {
+        if let Some(leader) = self.0 {
+            let _ = kill_process_group(leader, Signal::KILL);
+        }
+    }
 }
 
 /// A command need not read its stdin: that it closes the pipe is no failure.

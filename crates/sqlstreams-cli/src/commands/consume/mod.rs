@@ -55,10 +55,10 @@ Examples:
 pub(crate) struct ConsumeArgs {
     /// The stream
     stream: String,
-    /// The group, which is created if it is missing
+    /// The group, which is created if it is missing: see --from
     #[arg(long, short, value_name = "GROUP")]
     group: String,
-    /// Where a new group starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago'
+    /// Where a new group starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago' [default: beginning]
     #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true)]
     from: Option<Start>,
     /// How many messages are handled at once [default: 64 when printing, 1 with --exec]
@@ -140,7 +140,12 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     ticker.abort();
     progress.clear();
     let consumed = consumed?;
-    tell(context, &args, &progress, &consumed);
+    // A group that was dropped meanwhile has none.
+    let dead = match stream.group(&args.group).open().await {
+        Ok(group) => group.status().await.map_or(0, |status| status.dead),
+        Err(_) => 0,
+    };
+    tell(context, &args, &progress, &consumed, dead);
     if let Some(failure) = shared.fatal.get() {
         return Err(failure.clone().into());
     }
@@ -215,8 +220,17 @@ async fn tick(progress: Progress, handled: Arc<AtomicU64>) {
 }
 
 /// The summary goes to stderr: stdout is for payloads.
-fn tell(context: &Context, args: &ConsumeArgs, progress: &Progress, consumed: &Consumed) {
-    let Consumed { handled, retried, dead, .. } = *consumed;
+///
+/// `dead` are the group's dead letters, whoever made them.
+fn tell(
+    context: &Context,
+    args: &ConsumeArgs,
+    progress: &Progress,
+    consumed: &Consumed,
+    dead: i64,
+) {
+    let Consumed { handled, failed, dead_at_once, .. } = *consumed;
+    let failed = failed + dead_at_once;
     let mut stderr = anstream::stderr().lock();
     // Whether anybody reads it is not our concern.
     let _ = if context.json() {
@@ -224,17 +238,18 @@ fn tell(context: &Context, args: &ConsumeArgs, progress: &Progress, consumed: &C
             "stream": args.stream,
             "group": args.group,
             "handled": handled,
-            "retried": retried,
+            "failed_attempts": failed,
             "dead": dead,
             "seconds": progress.seconds(),
         });
         writeln!(stderr, "{}", json!({ "summary": summary }))
     } else {
-        let more = match (retried, dead) {
+        let more = match (failed, dead.unsigned_abs()) {
             (0, 0) => String::new(),
-            _ => format!(
-                ", {}, {} made at once",
-                counted(retried, "failed attempt"),
+            (failed, 0) => format!(", {}", counted(failed, "failed attempt")),
+            (failed, dead) => format!(
+                ", {}; the group has {}",
+                counted(failed, "failed attempt"),
                 counted(dead, "dead letter")
             ),
         };

@@ -1,0 +1,2 @@
+SELECT id, key, routing_key, headers::text, produced_at, more, payload
+FROM {schema}.fetch_messages($1, $2, $3, NULL::{payload_type})
