@@ -91,7 +91,11 @@ async fn retries_do_not_wait_for_the_end_of_a_backlog() {
         };
         async move {
             tokio::time::sleep(Duration::from_millis(1)).await;
-            if message.attempt == 1 && message.payload % 20 == 0 { Err("once") } else { Ok(()) }
+            if message.attempt == 1 && message.payload.is_multiple_of(20) {
+                Err("once")
+            } else {
+                Ok(())
+            }
         }
     };
     let group = stream.group("g").retry(policy);
