@@ -1,5 +1,17 @@
 -- Reading the messages of a lease. No lock is held while they travel: a consumer that stops reading stops nobody else.
 
+-- What is pending in the lease that p_token proves; NULL when there is none. The newest leases first: the one just claimed
+-- is found at once.
+CREATE OR REPLACE FUNCTION lease_pending(p_stream bigint, p_group bigint, p_token uuid) RETURNS int8multirange
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    pending int8multirange;
+BEGIN
+    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    RETURN pending;
+END $$;
+
 -- The messages of lease p_token after id p_after, at most p_limit of them and about p_bytes of payload (but at least
 -- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
 -- stream's payloads: fetch(…, NULL::json).
@@ -14,9 +26,7 @@ DECLARE
     pending int8multirange;
 BEGIN
     PERFORM require_read_committed();
-    -- The newest leases first: the one just claimed is found at once.
-    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
-        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    pending := lease_pending(p_stream, p_group, p_token);
     IF pending IS NULL OR isempty(pending) THEN
         RETURN;
     END IF;
@@ -57,8 +67,7 @@ DECLARE
     hit     bigint;
 BEGIN
     PERFORM require_read_committed();
-    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
-        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    pending := lease_pending(p_stream, p_group, p_token);
     EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT 1', 'message_log_' || p_stream)
         INTO hit USING lower(pending), upper(pending), p_after, pending;
     RETURN hit;

@@ -32,7 +32,7 @@ const NEWS: Duration = Duration::from_millis(20);
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 /// The most exceptions claimed at once.
 const MOST_EXCEPTIONS: usize = 500;
-/// How often exceptions are looked for without a lower bound on their due time; see `claim_exceptions`.
+/// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 
 pub(super) async fn run<T, C, H, F>(
