@@ -4,11 +4,13 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use deadpool_postgres::{ManagerConfig, Object, Pool, RecyclingMethod, Runtime};
+use deadpool_postgres::{Manager, ManagerConfig, Object, Pool, RecyclingMethod, Runtime};
 use futures_util::future::join3;
+use tokio::sync::Semaphore;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
+use crate::background::Background;
 use crate::connect::{Connector, Dsn};
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{self, MigrationReport};
@@ -16,6 +18,7 @@ use crate::payload::Json;
 use crate::queries::{Queries, Query};
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
+use crate::wake::{Bell, Watcher};
 
 /// A connection to an installation of SQLStreams: a schema in a PostgreSQL database.
 ///
@@ -35,9 +38,18 @@ pub struct Client {
 pub(crate) struct Inner {
     pool: Pool,
     /// Where the connections go, without the password; for errors.
-    target: String,
+    pub(crate) target: String,
     pub(crate) schema: Schema,
     pub(crate) queries: Queries,
+    pub(crate) connector: Connector,
+    pub(crate) watcher: Watcher,
+    pub(crate) bell: Bell,
+    /// Connections that handlers' transactions may hold: one is always left for the bookkeeping.
+    pub(crate) transactions: Arc<Semaphore>,
+    /// At most one message that may have killed its process runs in this one.
+    pub(crate) suspects: Arc<Semaphore>,
+    /// Last: whatever else is dropped may still want to use it.
+    pub(crate) background: Background,
 }
 
 /// Settings of a [`Client`], from [`Client::builder`].
@@ -48,6 +60,7 @@ pub struct ClientBuilder {
     schema: String,
     pool_size: usize,
     migrate: bool,
+    listener: bool,
 }
 
 impl Client {
@@ -69,6 +82,7 @@ impl Client {
             schema: Schema::DEFAULT.to_owned(),
             pool_size: 8,
             migrate: true,
+            listener: true,
         }
     }
 
@@ -137,6 +151,9 @@ impl Client {
 }
 
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+/// For what a crash of the server may take back: it commits without waiting for the disk.
+pub(crate) const BOOKKEEPING: &str =
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off";
 
 /// Begin, a statement and commit, in one write.
 pub(crate) async fn transact(
@@ -173,9 +190,17 @@ impl ClientBuilder {
         self
     }
 
-    /// The most connections that are open at once, at least 2. Default: 8.
+    /// The most connections of the pool, at least 2. Default: 8. A client that consumes has one more, on which it listens.
     pub fn pool_size(mut self, connections: usize) -> Self {
         self.pool_size = connections;
+        self
+    }
+
+    /// Whether consumers listen for notifications, and are seen to be alive by others. Default: yes. Without, messages are
+    /// found by polling alone, and what a consumer that died had in hand waits until its lease runs out. Behind a pooler in
+    /// transaction mode, where a connection cannot listen, that is found out and done by itself.
+    pub fn listener(mut self, listener: bool) -> Self {
+        self.listener = listener;
         self
     }
 
@@ -222,8 +247,13 @@ impl ClientBuilder {
             .with_hint("Give the client at least 2."));
         }
         let dsn = Dsn::parse(&self.url)?;
-        let manager = Connector::new(&dsn)?
-            .manager(ManagerConfig { recycling_method: RecyclingMethod::Fast });
+        let background = Background::start()?;
+        let connector = Connector::new(&dsn)?;
+        let manager = Manager::from_connect(
+            dsn.config().clone(),
+            background.connector(connector.clone()),
+            ManagerConfig { recycling_method: RecyclingMethod::Fast },
+        );
         let pool = Pool::builder(manager)
             .max_size(self.pool_size)
             .runtime(Runtime::Tokio1)
@@ -234,6 +264,19 @@ impl ClientBuilder {
             })?;
         let queries = Queries::new(&schema);
         let target = dsn.to_string();
-        Ok(Client { inner: Arc::new(Inner { pool, target, schema, queries }) })
+        Ok(Client {
+            inner: Arc::new(Inner {
+                pool,
+                target,
+                schema,
+                queries,
+                connector,
+                watcher: Watcher::new(self.listener),
+                bell: Bell::default(),
+                transactions: Arc::new(Semaphore::new(self.pool_size - 1)),
+                suspects: Arc::new(Semaphore::new(1)),
+                background,
+            }),
+        })
     }
 }

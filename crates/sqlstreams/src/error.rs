@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::time::Duration;
 
 use tokio_postgres::error::SqlState;
 
@@ -164,6 +165,25 @@ impl Error {
             }),
             _ => false,
         }
+    }
+
+    /// Whether the connection is of no use any more: it broke, or leads to a server that cannot write.
+    pub(crate) fn is_of_connection(&self) -> bool {
+        matches!(self.0.kind, ErrorKind::Connection | ErrorKind::ReadOnly)
+    }
+
+    /// The server, or the way to it, hangs.
+    pub(crate) fn no_answer(doing: &str, waited: Duration) -> Self {
+        Self::new(
+            ErrorKind::Connection,
+            format!("the server did not answer within {} s when asked to {doing}", waited.as_secs()),
+        )
+        .with_hint("Look whether the server, or the network to it, hangs.")
+    }
+
+    pub(crate) fn kept_transaction() -> Self {
+        Self::new(ErrorKind::InvalidArgument, "the handler kept its transaction; it was rolled back")
+            .with_hint("Drop it, and whatever uses it, before the handler returns.")
     }
 
     /// Whether one message may be the reason: its payload is more than the server can store or hand out.

@@ -4,10 +4,12 @@ use std::time::{Duration, SystemTime};
 
 use tokio_postgres::types::ToSql;
 
+use crate::client::Client;
 use crate::consume::ConsumerBuilder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::name::{check_name, shorten};
 use crate::payload::{Codec, Json};
+use crate::queries::Query;
 use crate::stream::{Stream, existing};
 
 /// Where a new group starts to read.
@@ -97,6 +99,8 @@ pub struct GroupBuilder<T, C = Json> {
     retry: Option<RetryPolicy>,
     max_attempts: Option<u32>,
     lease: Option<Duration>,
+    max_in_flight: Option<u32>,
+    rate_limit: Option<f64>,
 }
 
 impl<T, C> Clone for GroupBuilder<T, C> {
@@ -108,6 +112,8 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             retry: self.retry,
             max_attempts: self.max_attempts,
             lease: self.lease,
+            max_in_flight: self.max_in_flight,
+            rate_limit: self.rate_limit,
         }
     }
 }
@@ -140,7 +146,20 @@ pub struct GroupStatus {
 
 impl<T, C> GroupBuilder<T, C> {
     pub(crate) fn new(stream: Stream<T, C>, name: String) -> Self {
-        Self { stream, name, start: Start::default(), retry: None, max_attempts: None, lease: None }
+        Self {
+            stream,
+            name,
+            start: Start::default(),
+            retry: None,
+            max_attempts: None,
+            lease: None,
+            max_in_flight: None,
+            rate_limit: None,
+        }
+    }
+
+    pub(crate) fn client(&self) -> &Client {
+        &self.stream.inner.client
     }
 
     /// Where a new group starts; an existing one stays where it is. Default: the beginning.
@@ -165,6 +184,21 @@ impl<T, C> GroupBuilder<T, C> {
     /// group takes it over when it is opened with one. Default: 15 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = Some(lease);
+        self
+    }
+
+    /// At most so many messages are handed out and not finished, over all consumers of the group; what a consumer that died
+    /// had in hand does not count. 0: no limit, the default. An existing group takes it over when it is opened with one.
+    pub fn max_in_flight(mut self, messages: u32) -> Self {
+        self.max_in_flight = Some(messages);
+        self
+    }
+
+    /// At most so many messages per second are handed out, over all consumers of the group, retries included; bursts are no
+    /// more than a tenth of a second's worth. 0: no limit, the default. An existing group takes it over when it is opened
+    /// with one.
+    pub fn rate_limit(mut self, per_second: f64) -> Self {
+        self.rate_limit = Some(per_second);
         self
     }
 
@@ -195,7 +229,7 @@ impl<T, C> GroupBuilder<T, C> {
                 .get(0),
         };
         let settings = self.settings()?;
-        let params: [&(dyn ToSql + Sync); 8] = [
+        let params: [&(dyn ToSql + Sync); 10] = [
             &stream.id,
             &self.name,
             &after,
@@ -204,6 +238,8 @@ impl<T, C> GroupBuilder<T, C> {
             &settings.backoff_base,
             &settings.backoff_factor,
             &settings.backoff_cap,
+            &settings.max_in_flight,
+            &settings.rate_limit,
         ];
         let id = stream
             .client
@@ -263,22 +299,12 @@ impl<T, C> GroupBuilder<T, C> {
     }
 
     async fn opened(self, id: i64) -> Result<Group<T, C>> {
-        if self.retry.is_some() || self.max_attempts.is_some() || self.lease.is_some() {
-            let stream = &self.stream.inner;
-            let settings = self.settings()?;
-            let params: [&(dyn ToSql + Sync); 7] = [
-                &stream.id,
-                &id,
-                &settings.lease,
-                &settings.max_attempts,
-                &settings.backoff_base,
-                &settings.backoff_factor,
-                &settings.backoff_cap,
-            ];
-            let alter = &stream.client.inner.queries.alter_group;
-            stream.client.query(alter, &params, "change the group").await?;
+        let settings = self.settings()?;
+        let group = Group { stream: self.stream, id, name: self.name };
+        if settings != Settings::default() {
+            group.alter(&settings).await?;
         }
-        Ok(Group { stream: self.stream, id, name: self.name })
+        Ok(group)
     }
 
     fn settings(&self) -> Result<Settings> {
@@ -302,12 +328,23 @@ impl<T, C> GroupBuilder<T, C> {
                 "backoff_factor is 1 to 1000, backoff_base and backoff_cap are at most 365 days",
             );
         }
+        let max_in_flight = match self.max_in_flight.map(i32::try_from) {
+            None => None,
+            Some(Ok(messages)) => Some(messages),
+            Some(Err(_)) => return out_of_range("max_in_flight is 1 to 2147483647, or 0 for no limit"),
+        };
+        if self.rate_limit.is_some_and(|rate| !(0.0..=1e9).contains(&rate)) {
+            return out_of_range("rate_limit is up to 1000000000 messages per second, or 0 for no limit");
+        }
         Ok(Settings {
             lease: self.lease.map(|lease| lease.as_secs_f64()),
             max_attempts,
             backoff_base: self.retry.map(|policy| policy.backoff_base.as_secs_f64()),
             backoff_factor: self.retry.map(|policy| policy.backoff_factor),
             backoff_cap: self.retry.map(|policy| policy.backoff_cap.as_secs_f64()),
+            max_in_flight,
+            rate_limit: self.rate_limit,
+            transactional: None,
         })
     }
 }
@@ -317,12 +354,16 @@ const LEASE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_
 const MOST_BACKOFF: Duration = Duration::from_secs(365 * 86_400);
 
 /// A group's settings as the protocol takes them: seconds, and `None` for what is to stay as it is.
+#[derive(Debug, Default, PartialEq)]
 struct Settings {
     lease: Option<f64>,
     max_attempts: Option<i32>,
     backoff_base: Option<f64>,
     backoff_factor: Option<f64>,
     backoff_cap: Option<f64>,
+    max_in_flight: Option<i32>,
+    rate_limit: Option<f64>,
+    transactional: Option<bool>,
 }
 
 impl<T: Send + 'static, C: Codec<T>> GroupBuilder<T, C> {
@@ -362,6 +403,55 @@ impl<T, C> Group<T, C> {
                 format!("group {} was dropped", shorten(&self.name)),
             )
         })
+    }
+
+    /// Stops handing out messages to the group's consumers, wherever they run. What handlers have in hand is finished; what
+    /// waits for a handler goes on waiting. Takes effect within a second. Doing it twice is harmless.
+    ///
+    /// # Errors
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup), or the database's.
+    pub async fn pause(&self) -> Result<()> {
+        let queries = &self.stream.inner.client.inner.queries;
+        self.call(&queries.pause_group, "pause the group").await
+    }
+
+    /// Hands out messages again.
+    ///
+    /// # Errors
+    /// As [`pause`](Self::pause).
+    pub async fn resume(&self) -> Result<()> {
+        let queries = &self.stream.inner.client.inner.queries;
+        self.call(&queries.resume_group, "resume the group").await
+    }
+
+    /// Lets consumers settle in their handlers' transactions.
+    pub(crate) async fn allow_transactions(&self) -> Result<()> {
+        self.alter(&Settings { transactional: Some(true), ..Settings::default() }).await
+    }
+
+    async fn alter(&self, settings: &Settings) -> Result<()> {
+        let stream = &self.stream.inner;
+        let params: [&(dyn ToSql + Sync); 10] = [
+            &stream.id,
+            &self.id,
+            &settings.lease,
+            &settings.max_attempts,
+            &settings.backoff_base,
+            &settings.backoff_factor,
+            &settings.backoff_cap,
+            &settings.max_in_flight,
+            &settings.rate_limit,
+            &settings.transactional,
+        ];
+        let alter = &stream.client.inner.queries.alter_group;
+        stream.client.query(alter, &params, "change the group").await?;
+        Ok(())
+    }
+
+    async fn call(&self, query: &Query, doing: &str) -> Result<()> {
+        let stream = &self.stream.inner;
+        stream.client.query(query, &[&stream.id, &self.id], doing).await?;
+        Ok(())
     }
 
     /// Drops the group with its cursor, its leases and its exceptions, dead letters too. There is no way back.

@@ -9,7 +9,7 @@
 //!
 //! ```no_run
 //! use serde::{Deserialize, Serialize};
-//! use sqlstreams::{Client, Message, Outcome};
+//! use sqlstreams::{Client, Delivery, Outcome};
 //!
 //! #[derive(Serialize, Deserialize)]
 //! struct OrderPlaced {
@@ -31,7 +31,7 @@
 //!     .group("receipts")
 //!     .consumer()
 //!     .concurrency(16)
-//!     .run(async |message: Message<OrderPlaced>| {
+//!     .run(async |message: Delivery<OrderPlaced>| {
 //!         if message.payload.total < 0.0 {
 //!             return Ok(Outcome::Dead("a negative total".into()));
 //!         }
@@ -67,6 +67,7 @@
 //! One type, [`Error`]: [`kind`](Error::kind) to match on, a stable [`code`](Error::code), what happened, and a
 //! [`hint`](Error::hint) at what to do.
 
+mod background;
 mod client;
 mod connect;
 mod consume;
@@ -83,17 +84,20 @@ mod produce;
 mod queries;
 mod schema;
 mod stream;
+mod wake;
 
 pub use client::{Client, ClientBuilder};
 pub use connect::{Dsn, DsnError};
-pub use consume::{Consumed, ConsumerBuilder};
+pub use consume::{
+    Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot, Transaction,
+};
 pub use dead::Exception;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, RetryPolicy, Start};
 pub use message::{Headers, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing};
 pub use migrate::MigrationReport;
 pub use name::MAX_NAME_BYTES;
-pub use outcome::{IntoOutcome, MAX_ERROR_BYTES, Outcome};
+pub use outcome::{IntoOutcome, IntoOutcomes, MAX_ERROR_BYTES, Outcome};
 pub use payload::{Bytes, Codec, Json, MAX_PAYLOAD_BYTES, PayloadType, Text};
 pub use produce::{Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder};
 pub use stream::{Stream, StreamBuilder, StreamInfo};

@@ -16,7 +16,7 @@ pub const MAX_KEY_BYTES: usize = 1024;
 /// The longest routing key, in bytes of UTF-8.
 pub const MAX_ROUTING_KEY_BYTES: usize = 255;
 
-/// A message as a handler gets it.
+/// A message of a stream.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Message<T> {
@@ -30,8 +30,6 @@ pub struct Message<T> {
     pub headers: Headers,
     /// When it was inserted, by the database's clock.
     pub produced_at: SystemTime,
-    /// Which attempt of this group this is, counted from 1.
-    pub attempt: u32,
     /// What was sent.
     pub payload: T,
 }
@@ -135,8 +133,6 @@ pub(crate) struct RawMessage {
     pub(crate) headers: Option<String>,
     pub(crate) produced_at: SystemTime,
     pub(crate) payload: Vec<u8>,
-    /// Attempts of the group that failed before.
-    pub(crate) attempts: i32,
 }
 
 impl RawMessage {
@@ -155,7 +151,6 @@ impl RawMessage {
             routing_key: self.routing_key,
             headers,
             produced_at: self.produced_at,
-            attempt: u32::try_from(self.attempts).unwrap_or(0).saturating_add(1),
             payload,
         })
     }

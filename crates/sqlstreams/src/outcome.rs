@@ -59,12 +59,62 @@ impl<E: Display> IntoOutcome for Result<Outcome, E> {
     }
 }
 
+/// What handlers of batches may return.
+pub trait IntoOutcomes {
+    /// The outcomes that are meant, one for each of the batch's `messages`, in their order.
+    fn into_outcomes(self, messages: usize) -> Vec<Outcome>;
+}
+
+/// Everything was handled.
+impl IntoOutcomes for () {
+    fn into_outcomes(self, messages: usize) -> Vec<Outcome> {
+        vec![Outcome::Done; messages]
+    }
+}
+
+/// One outcome for each message. Any other number is a failure of the whole batch: nobody can say which is whose.
+impl IntoOutcomes for Vec<Outcome> {
+    fn into_outcomes(self, messages: usize) -> Vec<Outcome> {
+        if self.len() == messages {
+            return self;
+        }
+        let error = format!("the handler returned {} outcomes for {messages} messages", self.len());
+        vec![Outcome::Retry(error); messages]
+    }
+}
+
+/// `Err` means that everything is tried again.
+impl<T: IntoOutcomes, E: Display> IntoOutcomes for Result<T, E> {
+    fn into_outcomes(self, messages: usize) -> Vec<Outcome> {
+        match self {
+            Ok(outcomes) => outcomes.into_outcomes(messages),
+            Err(e) => vec![Outcome::Retry(format!("{e:#}")); messages],
+        }
+    }
+}
+
 /// An outcome in the words of the protocol.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Verdict {
     pub(crate) outcome: &'static str,
     pub(crate) error: Option<String>,
     pub(crate) delay: Option<f64>,
+    /// It was settled together with the handler's writes.
+    pub(crate) settled: bool,
+}
+
+impl Verdict {
+    /// The outcome of a handler that was not run, or not to its end.
+    pub(crate) const CANCELLED: &'static str = "cancelled";
+
+    /// Handled, and settled in the handler's transaction.
+    pub(crate) fn settled() -> Self {
+        Self { outcome: "ok", error: None, delay: None, settled: true }
+    }
+
+    pub(crate) fn cancelled() -> Self {
+        Self { outcome: Self::CANCELLED, error: None, delay: None, settled: false }
+    }
 }
 
 impl From<Outcome> for Verdict {
@@ -76,7 +126,12 @@ impl From<Outcome> for Verdict {
             Outcome::Dead(error) => ("dead", Some(error), None),
             Outcome::Delay(delay) => ("delay", None, Some(delay)),
         };
-        Self { outcome, error: error.map(|e| storable(&e)), delay: delay.map(|d| d.as_secs_f64()) }
+        Self {
+            outcome,
+            error: error.map(|e| storable(&e)),
+            delay: delay.map(|d| d.as_secs_f64()),
+            settled: false,
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use crate::name::{check_name, shorten};
 use crate::payload::{Codec, Json, Payload, PayloadType};
 use crate::produce::Producer;
 use crate::queries::StreamQueries;
+use crate::wake::Bell;
 
 /// A stream of messages of type `T`, written and read by codec `C`.
 ///
@@ -34,6 +35,14 @@ pub(crate) struct StreamInner {
     pub(crate) queries: StreamQueries,
     /// The id from which on partitions are looked after again.
     pub(crate) next_upkeep: AtomicI64,
+}
+
+impl StreamInner {
+    /// Something was committed: wakes consumers, here and elsewhere.
+    pub(crate) fn ring(&self) {
+        self.client.inner.watcher.rang(self.id);
+        Bell::ring(&self.client, self.id);
+    }
 }
 
 impl<T, C> Clone for Stream<T, C> {
@@ -58,6 +67,7 @@ pub struct StreamBuilder<T, C = Json> {
     name: String,
     payload_type: Option<PayloadType>,
     partition_size: i64,
+    notify: bool,
     types: PhantomData<fn() -> (T, C)>,
 }
 
@@ -83,7 +93,7 @@ pub struct StreamInfo {
 
 impl<T, C> StreamBuilder<T, C> {
     pub(crate) fn new(client: Client, name: String, types: PhantomData<fn() -> (T, C)>) -> Self {
-        Self { client, name, payload_type: None, partition_size: 1_000_000, types }
+        Self { client, name, payload_type: None, partition_size: 1_000_000, notify: false, types }
     }
 
     /// Reads and writes payloads with another codec.
@@ -93,6 +103,7 @@ impl<T, C> StreamBuilder<T, C> {
             name: self.name,
             payload_type: self.payload_type,
             partition_size: self.partition_size,
+            notify: self.notify,
             types: PhantomData,
         }
     }
@@ -100,6 +111,16 @@ impl<T, C> StreamBuilder<T, C> {
     /// How a new stream stores payloads; an existing one has to store them so. Default for a new one: the codec's first.
     pub fn payload_type(mut self, payload_type: PayloadType) -> Self {
         self.payload_type = Some(payload_type);
+        self
+    }
+
+    /// Whether every insert into a new stream wakes its consumers from inside its transaction: for producers that are plain SQL,
+    /// or that send in transactions of their own ([`send_in`](Stream::send_in)). Default: no; consumers find such messages by
+    /// polling, within a second. A [`Producer`] wakes them in any case. [`Stream::set_notify`] changes it later.
+    ///
+    /// Commits that notify follow one another in PostgreSQL, which limits how many there can be per second.
+    pub fn notify(mut self, notify: bool) -> Self {
+        self.notify = notify;
         self
     }
 
@@ -122,8 +143,8 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
             .unwrap_or_else(|| C::payload_types().first().copied().unwrap_or_default());
         self.check_codec(payload_type)?;
         let create = &self.client.inner.queries.create_stream;
-        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 3] =
-            [&self.name, &payload_type.as_str(), &self.partition_size];
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
+            [&self.name, &payload_type.as_str(), &self.partition_size, &self.notify];
         let id = self.client.query_one(create, &params, "create the stream").await?.get(0);
         let partition_size = self.partition_size;
         Ok(self.into_stream(id, payload_type, partition_size))
@@ -266,6 +287,23 @@ impl<T, C> Stream<T, C> {
         }
     }
 
+    /// Wakes the stream's consumers: after the commit of a transaction of one's own in which messages were sent
+    /// ([`send_in`](Self::send_in)). A hint, which nobody waits for: without it they are found by polling, within a second.
+    pub fn ring(&self) {
+        self.inner.ring();
+    }
+
+    /// Whether every insert wakes the consumers from inside its transaction; see [`StreamBuilder::notify`].
+    ///
+    /// # Errors
+    /// The database's: it waits up to 3 s for transactions that write to the stream.
+    pub async fn set_notify(&self, notify: bool) -> Result<()> {
+        let client = &self.inner.client;
+        let alter = &client.inner.queries.alter_stream;
+        client.query(alter, &[&self.inner.id, &notify], "change the stream").await?;
+        Ok(())
+    }
+
     /// Drops the stream with all its messages, groups and exceptions. There is no way back.
     ///
     /// Waits for transactions that use the stream; consumers that run end with
@@ -303,7 +341,6 @@ impl<T, C: Codec<T>> Stream<T, C> {
                     headers: row.get(3),
                     produced_at: row.get(4),
                     payload: row.get::<_, Payload>(5).0,
-                    attempts: 0,
                 };
                 let id = raw.id;
                 raw.decode::<T, C>().map_err(|reason| {

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use sqlstreams::{
-    CancellationToken, Group as ConsumerGroup, IntoOutcome, Message, Outgoing, Stream,
+    CancellationToken, Group as ConsumerGroup, Delivery, IntoOutcome, Outgoing, Stream,
 };
 use tokio::task::JoinSet;
 
@@ -56,9 +56,9 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Live> {
 
     // Where a lease was lost, which takes a very slow machine, something may be left over.
     let on_receipt = receipts_handler(&receipts);
-    stage.receipts.consumer().run_until_caught_up(on_receipt).await?;
+    stage.receipts.consumer().until_caught_up().run(on_receipt).await?;
     let on_payment = payments_handler(&payments, Payments::with_bugs());
-    stage.payments.consumer().run_until_caught_up(on_payment).await?;
+    stage.payments.consumer().until_caught_up().run(on_payment).await?;
 
     let log = stage.tables.log().await?;
     let count = i64::try_from(orders)?;
@@ -130,7 +130,7 @@ async fn consume<H, F>(
     started: Instant,
 ) -> anyhow::Result<Duration>
 where
-    H: Fn(Message<Order>) -> F + Send + Sync + 'static,
+    H: Fn(Delivery<Order>) -> F + Send + Sync + 'static,
     F: Future<Output: IntoOutcome> + Send + 'static,
 {
     let stop = CancellationToken::new();

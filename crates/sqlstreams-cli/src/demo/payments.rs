@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use sqlstreams::{Message, Outcome};
+use sqlstreams::{Delivery, Outcome};
 
 use super::orders::Order;
 use super::trouble::Trouble;
@@ -37,7 +37,7 @@ impl Payments {
     }
 
     /// Charges the card.
-    pub(crate) fn charge(&self, message: &Message<Order>) -> Result<Outcome, PaymentError> {
+    pub(crate) fn charge(&self, message: &Delivery<Order>) -> Result<Outcome, PaymentError> {
         let order = &message.payload;
         if !self.fixed && order.card.expires < self.today {
             return Ok(Outcome::Dead("card declined: expired card".to_owned()));
@@ -45,7 +45,7 @@ impl Payments {
         if !self.fixed && order.ship_to.postcode.is_none() {
             return Ok(Outcome::Dead("malformed address: no postcode".to_owned()));
         }
-        self.ask_others(order.id, message.attempt)?;
+        self.ask_others(order.id, message.attempt())?;
         Ok(Outcome::Done)
     }
 

@@ -63,7 +63,7 @@ pub(crate) async fn run(stage: &mut Stage, tally: &Arc<Tally>) -> anyhow::Result
         }
     }
     let handler = payments_handler(tally, Payments::fixed());
-    stage.payments.consumer().run_until_caught_up(handler).await?;
+    stage.payments.consumer().until_caught_up().run(handler).await?;
     let time = started.elapsed();
 
     let status = stage.payments.status().await?;

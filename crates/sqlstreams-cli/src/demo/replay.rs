@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use sqlstreams::{Message, Start};
+use sqlstreams::{Delivery, Start};
 
 use super::bars::Line;
 use super::facts::{Pace, Replay};
@@ -22,10 +22,10 @@ struct Analytics {
 }
 
 impl Analytics {
-    fn add(&self, message: &Message<Order>) {
+    fn add(&self, message: &Delivery<Order>) {
         let order = &message.payload;
         // An order that is handed out twice counts once.
-        if self.tally.handled_one(order.id, message.attempt) {
+        if self.tally.handled_one(order.id, message.attempt()) {
             let at = Currency::ALL.iter().position(|currency| *currency == order.currency);
             self.revenue[at.unwrap_or_default()].fetch_add(order.total, Ordering::Relaxed);
         }
@@ -46,7 +46,7 @@ pub(crate) async fn run(stage: &mut Stage) -> anyhow::Result<Replay> {
                 analytics.add(&message);
                 ready(())
             };
-            Ok(group.consumer().run_until_caught_up(handler).await?)
+            Ok(group.consumer().until_caught_up().run(handler).await?)
         })
     };
     let line = Line { name: ANALYTICS, count: analytics.tally.finished(), total: orders };

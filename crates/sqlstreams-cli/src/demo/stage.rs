@@ -4,7 +4,7 @@ use std::future::{Future, Ready, ready};
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use sqlstreams::{Group, Message, Outcome, Stream};
+use sqlstreams::{Group, Delivery, Outcome, Stream};
 use tokio::task::JoinSet;
 
 use super::bars::Bars;
@@ -45,10 +45,10 @@ pub(crate) async fn beside<T: Send + 'static>(
 /// The handler of `receipts`: there is nothing that could go wrong.
 pub(crate) fn receipts_handler(
     tally: &Arc<Tally>,
-) -> impl Fn(Message<Order>) -> Ready<()> + Send + Sync + 'static {
+) -> impl Fn(Delivery<Order>) -> Ready<()> + Send + Sync + 'static {
     let tally = tally.clone();
     move |message| {
-        tally.handled_one(message.payload.id, message.attempt);
+        tally.handled_one(message.payload.id, message.attempt());
         ready(())
     }
 }
@@ -57,10 +57,10 @@ pub(crate) fn receipts_handler(
 pub(crate) fn payments_handler(
     tally: &Arc<Tally>,
     service: Payments,
-) -> impl Fn(Message<Order>) -> Ready<Result<Outcome, PaymentError>> + Send + Sync + 'static {
+) -> impl Fn(Delivery<Order>) -> Ready<Result<Outcome, PaymentError>> + Send + Sync + 'static {
     let tally = tally.clone();
     move |message| {
-        let (order, attempt) = (message.payload.id, message.attempt);
+        let (order, attempt) = (message.payload.id, message.attempt());
         let outcome = service.charge(&message);
         match &outcome {
             Ok(Outcome::Done) => {

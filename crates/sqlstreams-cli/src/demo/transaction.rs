@@ -38,7 +38,7 @@ pub(crate) async fn run(stage: &mut Stage, receipts: &Arc<Tally>) -> anyhow::Res
         noted.get_or_init(Instant::now);
         handler(message)
     };
-    let consumed = stage.receipts.consumer().run_until_caught_up(handler).await?;
+    let consumed = stage.receipts.consumer().until_caught_up().run(handler).await?;
     let new = receipts.handled() - before;
 
     let status = stage.receipts.status().await?;

@@ -48,7 +48,7 @@ END $$;
 
 -- Takes over a lease that ran out or was released, or its first p_limit ids, under a new token. Poison ranges that it
 -- meets become suspects on the way. NULL when there is none.
-CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     leases   text := 'consumer_lease_' || p_stream;
@@ -64,7 +64,10 @@ BEGIN
         IF l.seq IS NULL THEN
             RETURN;
         END IF;
-        EXIT WHEN l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims;
+        IF g.transactional THEN
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending);
+        END IF;
+        EXIT WHEN NOT isempty(l.pending) AND (l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims);
         PERFORM make_suspects(p_stream, g, l.pending);
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
     END LOOP;
@@ -86,9 +89,9 @@ BEGIN
             USING g.id, l.seq, rest;
     END IF;
     -- A lease that was handed back is not a lost one.
-    EXECUTE format('INSERT INTO %I (group_id, seq, token, pending, expires_at, reclaims) VALUES ($1, $2, $3, $4, $5, $6)', leases)
+    EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims) VALUES ($1, $2, $3, $7, $4, $5, $6)', leases)
         USING g.id, c.next_seq, p_token, pending, started + g.lease_duration,
-              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END;
+              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END, p_owner;
     c.next_seq := c.next_seq + 1;
 END $$;
 
@@ -105,12 +108,12 @@ BEGIN
 END $$;
 
 -- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log.
-CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     r record;
 BEGIN
-    SELECT * INTO r FROM take_over(p_stream, g, p_token, p_limit, c);
+    SELECT * INTO r FROM take_over(p_stream, g, p_owner, p_token, p_limit, c);
     c := r.c;
     pending := r.pending;
     IF pending IS NOT NULL THEN
@@ -120,8 +123,8 @@ BEGIN
     c := r.c;
     IF r.range IS NOT NULL THEN
         pending := int8multirange(r.range);
-        EXECUTE format('INSERT INTO %I (group_id, seq, token, pending, expires_at) VALUES ($1, $2, $3, $4, $5)', 'consumer_lease_' || p_stream)
-            USING g.id, c.next_seq, p_token, pending, clock_timestamp() + g.lease_duration;
+        EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at) VALUES ($1, $2, $3, $4, $5, $6)', 'consumer_lease_' || p_stream)
+            USING g.id, c.next_seq, p_token, p_owner, pending, clock_timestamp() + g.lease_duration;
         c.next_seq := c.next_seq + 1;
     END IF;
 END $$;
@@ -134,13 +137,16 @@ END $$;
 -- p_limit: ids to claim, 0 for none. p_token: the token of the new lease; chosen by the caller, it lets the caller send
 -- fetch(p_token) in the same write. It must be random.
 --
+-- p_owner: the number of the calling process (owner.sql), NULL if it has none.
+--
 -- Returns one row: the leases named that were not the caller's any more (nothing about those was recorded), and the new
--- lease, NULLs when there was nothing to claim.
+-- lease, NULLs when there was nothing to claim. paused: the group is. limited: it has a limit, so tell at once what is
+-- finished. wait: the rate limit is used up; ask again after that.
 CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
     p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
-    p_limit bigint, p_token uuid DEFAULT gen_random_uuid())
-RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval)
+    p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL)
+RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -148,20 +154,30 @@ DECLARE
     before group_cursor;
     c      group_cursor;
     r      record;
+    room   bigint;
 BEGIN
     PERFORM require_read_committed();
-    g := require_group(p_stream, p_group);
+    PERFORM require_group(p_stream, p_group);
     before := lock_cursor(p_stream, p_group);
+    -- As it is now that we have the lock: pausing takes that too.
+    g := require_group(p_stream, p_group);
     c := before;
 
-    lost := settle_all(p_stream, g, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
-    IF p_limit > 0 THEN
-        SELECT * INTO r FROM claim_range(p_stream, g, p_token, least(p_limit, 1000000), c);
+    lost := settle_all(p_stream, g, p_owner, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
+    paused := g.paused;
+    limited := g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL;
+    room := least(p_limit, 1000000);
+    IF room > 0 THEN
+        SELECT a.room, a.wait INTO room, wait FROM allowance(p_stream, g, c, room) AS a;
+    END IF;
+    IF room > 0 THEN
+        SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, room, c);
         c := r.c;
         pending := r.pending;
         IF pending IS NOT NULL THEN
             seq := c.next_seq - 1;
             token := p_token;
+            c.paced_until := spend(g, c.paced_until, id_count(pending));
         END IF;
     END IF;
     IF cardinality(p_seqs) > 0 OR pending IS NOT NULL THEN
@@ -175,7 +191,7 @@ BEGIN
 END $$;
 
 -- The leases of one report, lowest seq first: every caller locks in that order. Returns the tokens that were lost.
-CREATE OR REPLACE FUNCTION settle_all(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
+CREATE OR REPLACE FUNCTION settle_all(p_stream bigint, g consumer_group, p_owner bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[])
 RETURNS uuid[]
 LANGUAGE plpgsql VOLATILE AS $$
@@ -191,9 +207,9 @@ BEGIN
             SELECT array_agg(u.id) AS ids, array_agg(u.outcome) AS outcomes, array_agg(u.error) AS errors, array_agg(u.delay) AS delays INTO f
                 FROM unnest(p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays) AS u(token, id, outcome, error, delay)
                 WHERE u.token = l.token;
-            seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'), f.ids, f.outcomes, f.errors, f.delays);
+            seq := settle_lease(p_stream, g, p_owner, l.seq, l.token, coalesce(l.done, '{}'), f.ids, f.outcomes, f.errors, f.delays);
         ELSE
-            seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+            seq := settle_lease(p_stream, g, p_owner, l.seq, l.token, coalesce(l.done, '{}'));
         END IF;
         IF seq IS NULL THEN
             lost := lost || l.token;

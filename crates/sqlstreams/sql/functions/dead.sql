@@ -24,6 +24,7 @@ DECLARE
     ids bigint[] := lock_dead(p_stream, p_group, p_ids, p_limit);
 BEGIN
     EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream) USING p_group, ids;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
     PERFORM audit_dead('discard', p_stream, p_group, ids);
     RETURN ids;
 END $$;

@@ -8,16 +8,28 @@
 -- claim often pass p_due_from, the smallest due_at they got last less a second, and every few seconds -infinity: every way
 -- to ready sets due_at >= clock_timestamp(), so nothing hides below for long. With a bound only leases that ran out in
 -- the last second are looked for, too: the rows that were in flight before lie dead below that.
-CREATE OR REPLACE FUNCTION take_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz)
+CREATE OR REPLACE FUNCTION take_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_owner bigint DEFAULT NULL)
 RETURNS TABLE (id bigint, attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     g       consumer_group;
+    c       group_cursor;
     started timestamptz;
+    room    bigint := CASE WHEN p_suspect THEN least(p_limit, 1) ELSE p_limit END;
+    taken   int;
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
+    IF g.paused OR g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL THEN
+        -- Limits are kept under the cursor's lock; only groups that have one wait for it here.
+        c := lock_cursor(p_stream, p_group);
+        g := require_group(p_stream, p_group);
+        room := (allowance(p_stream, g, c, room)).room;
+        IF room = 0 THEN
+            RETURN;
+        END IF;
+    END IF;
     PERFORM reclaim_exceptions(p_stream, g, p_due_from);
     -- In a variable: in the query itself it would be a filter, not a bound of the index scan. Taken after the
     -- reclaim, whose rows are due at its own clock, so that this call can hand them out.
@@ -27,12 +39,17 @@ BEGIN
              SELECT message_id FROM %1$I
              WHERE group_id = $1 AND state = ''ready'' AND losses %2$s 0 AND due_at <= $2 AND due_at >= $3
              ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED)
-         UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6
+         UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6, owner = $8
          FROM due WHERE e.group_id = $1 AND e.message_id = due.message_id
          RETURNING e.message_id, e.attempts, e.delays, e.first_failed_at, e.due_at, $7',
         'exception_queue_' || p_stream, CASE WHEN p_suspect THEN '>' ELSE '=' END)
-        USING p_group, started, coalesce(p_due_from, '-infinity'), CASE WHEN p_suspect THEN 1 ELSE p_limit END,
-              p_token, started + g.lease_duration, g.lease_duration;
+        USING p_group, started, coalesce(p_due_from, '-infinity'), room,
+              p_token, started + g.lease_duration, g.lease_duration, p_owner;
+    GET DIAGNOSTICS taken = ROW_COUNT;
+    IF g.rate_limit IS NOT NULL AND taken > 0 THEN
+        c.paced_until := spend(g, c.paced_until, taken);
+        PERFORM save_cursor(p_stream, p_group, c);
+    END IF;
 END $$;
 
 -- Both in one call, for clients that know their payloads to be small.
@@ -79,7 +96,7 @@ BEGIN
              losses = e.losses + 1,
              attempts = n.attempts,
              due_at = CASE WHEN n.counts THEN $3 + retry_delay($1, n.attempts) ELSE $3 END,
-             lease_id = NULL, lease_expires_at = NULL,
+             lease_id = NULL, lease_expires_at = NULL, owner = NULL,
              last_error = n.error,
              history = add_history(e.history, n.attempts, CASE WHEN n.final THEN ''dead'' ELSE ''lost'' END, n.error),
              dead_at = CASE WHEN n.final THEN $3 END
@@ -126,7 +143,7 @@ BEGIN
                      losses = 0,
                      due_at = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN $2
                                    ELSE $2 + coalesce(asked_delay(u.delay), retry_delay($1, e.attempts + 1)) END,
-                     lease_id = NULL, lease_expires_at = NULL,
+                     lease_id = NULL, lease_expires_at = NULL, owner = NULL,
                      last_error = coalesce(error_text(u.error), e.last_error),
                      history = CASE WHEN u.outcome = ''delay'' THEN e.history
                                     ELSE add_history(e.history, e.attempts + 1,
@@ -141,8 +158,9 @@ BEGIN
     RETURN ARRAY(SELECT unnest(p_ids) EXCEPT SELECT unnest(handled || failed));
 END $$;
 
--- The heartbeat of claimed exceptions. Returns the ids whose lease was lost.
-CREATE OR REPLACE FUNCTION extend_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
+-- The heartbeat of claimed exceptions. Returns the ids whose lease was lost. A row that is locked is being settled in its
+-- handler's transaction: it is not waited for.
+CREATE OR REPLACE FUNCTION extend_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[], p_owner bigint DEFAULT NULL) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g    consumer_group;
@@ -152,11 +170,16 @@ BEGIN
     g := require_group(p_stream, p_group);
     EXECUTE format(
         'WITH held AS (
-             UPDATE %I AS e SET lease_expires_at = $4 FROM unnest($2, $3) AS u(token, id)
-             WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
-             RETURNING e.message_id)
-         SELECT array_agg(message_id) FROM held', 'exception_queue_' || p_stream)
-        INTO held USING p_group, p_tokens, p_ids, clock_timestamp() + g.lease_duration;
+             SELECT e.message_id FROM unnest($2, $3) AS u(token, id)
+             JOIN %1$I AS e ON e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
+             ORDER BY e.message_id FOR UPDATE OF e SKIP LOCKED)
+         UPDATE %1$I AS e SET lease_expires_at = $4, owner = $5 FROM held WHERE e.group_id = $1 AND e.message_id = held.message_id',
+        'exception_queue_' || p_stream)
+        USING p_group, p_tokens, p_ids, clock_timestamp() + g.lease_duration, p_owner;
+    EXECUTE format(
+        'SELECT array_agg(u.id) FROM unnest($2, $3) AS u(token, id)
+         JOIN %I AS e ON e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token', 'exception_queue_' || p_stream)
+        INTO held USING p_group, p_tokens, p_ids;
     RETURN ARRAY(SELECT unnest(p_ids) EXCEPT SELECT unnest(held));
 END $$;
 
@@ -170,7 +193,7 @@ BEGIN
     PERFORM require_group(p_stream, p_group);
     EXECUTE format(
         'WITH held AS (
-             UPDATE %I AS e SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL
+             UPDATE %I AS e SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL, owner = NULL
              FROM unnest($2, $3) AS u(token, id)
              WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
              RETURNING e.message_id)

@@ -56,7 +56,8 @@ END $$;
 -- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults.
 CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
-    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL)
+    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
+    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -76,29 +77,38 @@ BEGIN
         RAISE EXCEPTION 'stream % has a group % already', quote_ident(s.name), quote_ident(p_name)
             USING ERRCODE = 'SQ006', HINT = 'Use it, or choose another name.';
     END IF;
-    PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap);
+    PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
+                        p_max_in_flight, p_rate_limit, p_transactional);
     EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
     RETURN g;
 END $$;
 
--- Changes settings of a group; NULL leaves one as it is. Takes effect with the next call of every consumer.
+-- Changes settings of a group; NULL leaves one as it is, and 0 lifts p_max_in_flight or p_rate_limit. Takes effect with the
+-- next call of every consumer. p_transactional: settle_in_transaction may be used; that cannot be taken back, since a
+-- handler may be about to commit.
 CREATE OR REPLACE FUNCTION alter_group(p_stream bigint, p_group bigint, p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
-    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL)
+    p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
+    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM require_group(p_stream, p_group);
-    UPDATE consumer_group SET
-        lease_duration = coalesce(p_lease_duration, lease_duration),
-        max_attempts   = coalesce(p_max_attempts, max_attempts),
-        backoff_base   = coalesce(p_backoff_base, backoff_base),
-        backoff_factor = coalesce(p_backoff_factor, backoff_factor),
-        backoff_cap    = coalesce(p_backoff_cap, backoff_cap)
-    WHERE id = p_group
+    UPDATE consumer_group AS g SET
+        lease_duration = n.lease_duration, max_attempts = n.max_attempts,
+        backoff_base = n.backoff_base, backoff_factor = n.backoff_factor, backoff_cap = n.backoff_cap,
+        max_in_flight = n.max_in_flight, rate_limit = n.rate_limit, transactional = n.transactional
+    FROM (SELECT coalesce(p_lease_duration, lease_duration) AS lease_duration, coalesce(p_max_attempts, max_attempts) AS max_attempts,
+                 coalesce(p_backoff_base, backoff_base) AS backoff_base, coalesce(p_backoff_factor, backoff_factor) AS backoff_factor,
+                 coalesce(p_backoff_cap, backoff_cap) AS backoff_cap,
+                 nullif(coalesce(p_max_in_flight, max_in_flight), 0) AS max_in_flight,
+                 nullif(coalesce(p_rate_limit, rate_limit), 0) AS rate_limit,
+                 transactional OR coalesce(p_transactional, false) AS transactional
+          FROM consumer_group WHERE id = p_group) AS n
+    WHERE g.id = p_group
       -- Consumers say this at every start: no row version, and no lock, where nothing changes.
-      AND (lease_duration, max_attempts, backoff_base, backoff_factor, backoff_cap) IS DISTINCT FROM
-          (coalesce(p_lease_duration, lease_duration), coalesce(p_max_attempts, max_attempts), coalesce(p_backoff_base, backoff_base),
-           coalesce(p_backoff_factor, backoff_factor), coalesce(p_backoff_cap, backoff_cap));
+      AND (g.lease_duration, g.max_attempts, g.backoff_base, g.backoff_factor, g.backoff_cap, g.max_in_flight, g.rate_limit, g.transactional)
+          IS DISTINCT FROM
+          (n.lease_duration, n.max_attempts, n.backoff_base, n.backoff_factor, n.backoff_cap, n.max_in_flight, n.rate_limit, n.transactional);
 END $$;
 
 CREATE OR REPLACE FUNCTION drop_group(p_stream bigint, p_group bigint) RETURNS void
@@ -112,6 +122,7 @@ BEGIN
     EXECUTE format('SELECT FROM %I WHERE group_id = $1 ORDER BY seq FOR UPDATE', 'consumer_lease_' || p_stream) USING p_group;
     EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_lease_' || p_stream) USING p_group;
     EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'exception_queue_' || p_stream) USING p_group;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1', 'consumer_done_' || p_stream) USING p_group;
     DELETE FROM consumer_group WHERE id = p_group;
     INSERT INTO audit (action, stream_name, group_name)
         SELECT 'drop_group', s.name, g.name FROM stream s WHERE s.id = p_stream;

@@ -20,9 +20,9 @@ BEGIN
 END $$;
 
 -- Takes p_done out of a lease, and makes exception rows of those of p_ids that are pending in it. What remains is leased
--- for another lease_duration. Returns the seq the lease has (or had, when nothing remains); NULL when the lease is not
+-- for another lease_duration and belongs to p_owner. Returns the seq the lease has (or had, when nothing remains); NULL when the lease is not
 -- the caller's any more: then nothing is changed.
-CREATE OR REPLACE FUNCTION settle_lease(p_stream bigint, g consumer_group, p_seq bigint, p_token uuid, p_done int8multirange,
+CREATE OR REPLACE FUNCTION settle_lease(p_stream bigint, g consumer_group, p_owner bigint, p_seq bigint, p_token uuid, p_done int8multirange,
     p_ids bigint[] DEFAULT NULL, p_outcomes text[] DEFAULT NULL, p_errors text[] DEFAULT NULL, p_delays double precision[] DEFAULT NULL)
 RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
@@ -30,7 +30,7 @@ DECLARE
     l    group_lease;
     hits int;
 BEGIN
-    IF p_ids IS NULL THEN
+    IF p_ids IS NULL AND NOT g.transactional THEN
         -- The usual case, everything done, in one statement.
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2 AND token = $3 AND pending <@ $4', 'consumer_lease_' || p_stream)
             USING g.id, p_seq, p_token, p_done;
@@ -47,12 +47,15 @@ BEGIN
     IF p_ids IS NOT NULL THEN
         l.pending := l.pending - record_failures(p_stream, g, l.pending, p_ids, p_outcomes, p_errors, p_delays);
     END IF;
+    IF g.transactional THEN
+        PERFORM take_done(p_stream, g.id, l.pending * p_done);
+    END IF;
     l.pending := l.pending - p_done;
     IF isempty(l.pending) THEN
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq;
     ELSE
-        EXECUTE format('UPDATE %I SET pending = $3, expires_at = $4 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream)
-            USING g.id, l.seq, l.pending, clock_timestamp() + g.lease_duration;
+        EXECUTE format('UPDATE %I SET pending = $3, expires_at = $4, owner = $5 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream)
+            USING g.id, l.seq, l.pending, clock_timestamp() + g.lease_duration, p_owner;
     END IF;
     RETURN l.seq;
 END $$;

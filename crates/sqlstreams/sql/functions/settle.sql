@@ -19,7 +19,7 @@ CREATE OR REPLACE FUNCTION settle(p_stream bigint, p_group bigint, p_seq bigint,
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 BEGIN
     PERFORM require_read_committed();
-    RETURN settle_lease(p_stream, require_group(p_stream, p_group), p_seq, p_token, p_done) IS NOT NULL;
+    RETURN settle_lease(p_stream, require_group(p_stream, p_group), NULL, p_seq, p_token, p_done) IS NOT NULL;
 END $$;
 
 -- Makes exception rows of messages of a lease that failed. False: the lease was lost, nothing is recorded.
@@ -29,12 +29,12 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 BEGIN
     PERFORM require_read_committed();
     PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
-    RETURN settle_lease(p_stream, require_group(p_stream, p_group), p_seq, p_token, '{}', p_ids, p_outcomes, p_errors, p_delays) IS NOT NULL;
+    RETURN settle_lease(p_stream, require_group(p_stream, p_group), NULL, p_seq, p_token, '{}', p_ids, p_outcomes, p_errors, p_delays) IS NOT NULL;
 END $$;
 
--- The heartbeat: takes finished ids out of leases and leases the rest for another lease_duration. Returns each lease with
--- the seq it has now, NULL for those that were lost.
-CREATE OR REPLACE FUNCTION extend(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[])
+-- The heartbeat: takes finished ids out of leases and leases the rest for another lease_duration, for p_owner (owner.sql).
+-- Returns each lease with the seq it has now, NULL for those that were lost.
+CREATE OR REPLACE FUNCTION extend(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[], p_owner bigint DEFAULT NULL)
 RETURNS TABLE (token uuid, seq bigint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
@@ -57,10 +57,10 @@ BEGIN
     before := c;
     FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
         token := l.token;
-        seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+        seq := settle_lease(p_stream, g, p_owner, l.seq, l.token, coalesce(l.done, '{}'));
         IF moving AND seq < c.next_seq - 1000 THEN
-            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING token, pending, expires_at, reclaims)
-                            INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims) SELECT $1, $3, token, pending, expires_at, reclaims FROM moved',
+            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
+                            INSERT INTO %1$I (group_id, seq, token, owner, pending, expires_at, reclaims) SELECT group_id, $3, token, owner, pending, expires_at, reclaims FROM moved',
                            'consumer_lease_' || p_stream)
                 USING p_group, seq, c.next_seq;
             seq := c.next_seq;
@@ -87,7 +87,7 @@ BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
     FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
-        seq := settle_lease(p_stream, g, l.seq, l.token, coalesce(l.done, '{}'));
+        seq := settle_lease(p_stream, g, NULL, l.seq, l.token, coalesce(l.done, '{}'));
         IF seq IS NULL THEN
             lost := lost || l.token;
         ELSE
@@ -95,28 +95,24 @@ BEGIN
                 USING p_group, seq, l.token;
         END IF;
     END LOOP;
+    PERFORM ring(ARRAY[p_stream]);
     RETURN lost;
 END $$;
 
--- What a consumer that found nothing may look at again and again: three index probes, no lock, no write.
--- fresh: ids were drawn beyond the cursor. lapsed: a lease ran out. due, suspect: exceptions can run.
--- p_due_from bounds the look at the exceptions from below; see claim_exceptions.
-CREATE OR REPLACE FUNCTION poll(p_stream bigint, p_group bigint, p_due_from timestamptz DEFAULT '-infinity')
-RETURNS TABLE (fresh boolean, lapsed boolean, due boolean, suspect boolean)
+-- Hands back whatever was claimed under p_token, for a caller that never learnt what that was: the answer was lost. Returns
+-- whether there was anything.
+CREATE OR REPLACE FUNCTION release_claim(p_stream bigint, p_group bigint, p_token uuid) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
-    c   group_cursor := peek_cursor(p_stream, p_group);
-    now timestamptz := clock_timestamp();
+    hits int;
 BEGIN
-    IF c.generation IS NULL THEN
-        PERFORM require_group(p_stream, p_group);
+    IF cardinality(release(p_stream, p_group, '{0}', ARRAY[p_token], '{"{}"}')) = 0 THEN
+        RETURN true;
     END IF;
-    fresh := log_head(p_stream) > c.claimed;
-    EXECUTE format('SELECT EXISTS (SELECT FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3)', 'consumer_lease_' || p_stream)
-        INTO lapsed USING p_group, c.first_open, now;
-    EXECUTE format('SELECT EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND losses = 0 AND due_at <= $2 AND due_at >= $3)
-                        OR EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at <= $2 AND lease_expires_at >= $4),
-                           EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND state = ''ready'' AND losses > 0 AND due_at <= $2)', 'exception_queue_' || p_stream)
-        INTO due, suspect USING p_group, now, p_due_from, lapsed_since(now, p_due_from);
-    RETURN NEXT;
+    EXECUTE format(
+        'UPDATE %I SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL, owner = NULL
+         WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at > clock_timestamp() AND lease_id = $2', 'exception_queue_' || p_stream)
+        USING p_group, p_token;
+    GET DIAGNOSTICS hits = ROW_COUNT;
+    RETURN hits > 0;
 END $$;

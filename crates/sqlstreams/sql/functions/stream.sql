@@ -1,6 +1,6 @@
 -- Streams: the table family of one stream.
 
-CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000) RETURNS bigint
+CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     n bigint;
@@ -38,12 +38,14 @@ BEGIN
     -- Hot rows: room for HOT updates, and a vacuum that neither waits nor takes ACCESS EXCLUSIVE to truncate.
     EXECUTE format(
         'CREATE TABLE %I (
-             group_id   bigint NOT NULL,
-             generation bigint NOT NULL,
-             updates    int    NOT NULL DEFAULT 0,
-             claimed    bigint NOT NULL,
-             first_open bigint NOT NULL DEFAULT 1,
-             next_seq   bigint NOT NULL DEFAULT 1,
+             group_id    bigint NOT NULL,
+             generation  bigint NOT NULL,
+             updates     int    NOT NULL DEFAULT 0,
+             claimed     bigint NOT NULL,
+             first_open  bigint NOT NULL DEFAULT 1,
+             next_seq    bigint NOT NULL DEFAULT 1,
+             -- up to here the rate limit is used up
+             paced_until timestamptz,
              PRIMARY KEY (group_id, generation)
          ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
@@ -53,6 +55,7 @@ BEGIN
              group_id   bigint NOT NULL,
              seq        bigint NOT NULL,
              token      uuid   NOT NULL,
+             owner      bigint,
              pending    int8multirange NOT NULL,
              expires_at timestamptz NOT NULL,
              reclaims   int    NOT NULL DEFAULT 0,
@@ -72,6 +75,7 @@ BEGIN
              redrives         int    NOT NULL DEFAULT 0,
              due_at           timestamptz NOT NULL,
              lease_id         uuid,
+             owner            bigint,
              lease_expires_at timestamptz,
              key              text COLLATE "C",
              last_error       text,
@@ -90,8 +94,37 @@ BEGIN
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_expires_at) WHERE state = ''inflight''', 'exception_inflight_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, message_id) WHERE state = ''dead''', 'exception_dead_' || n, 'exception_queue_' || n);
 
+    -- Messages that were settled in their handlers' transactions, until the bookkeeping has caught up.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             group_id   bigint NOT NULL,
+             message_id bigint NOT NULL,
+             PRIMARY KEY (group_id, message_id)
+         ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'consumer_done_' || n);
+
     PERFORM ensure_partitions(n);
+    PERFORM alter_stream(n, p_notify);
     RETURN n;
+END $$;
+
+-- Changes settings of a stream; NULL leaves one as it is. p_notify: whether every INSERT rings for the consumers from inside
+-- its transaction, for producers that are plain SQL; the crate's own ring by themselves, after their commit.
+CREATE OR REPLACE FUNCTION alter_stream(p_stream bigint, p_notify boolean DEFAULT NULL) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '3s' AS $$
+DECLARE
+    s stream := require_stream(p_stream);
+BEGIN
+    IF p_notify IS NULL OR p_notify = s.notify THEN
+        RETURN;
+    END IF;
+    UPDATE stream SET notify = p_notify WHERE id = p_stream;
+    IF p_notify THEN
+        EXECUTE format('CREATE TRIGGER ring AFTER INSERT ON %I FOR EACH STATEMENT EXECUTE FUNCTION ring_on_insert(%L)', 'message_log_' || p_stream, p_stream);
+    ELSE
+        EXECUTE format('DROP TRIGGER ring ON %I', 'message_log_' || p_stream);
+    END IF;
 END $$;
 
 -- Drops the stream with every message, cursor and exception it has.
@@ -102,10 +135,10 @@ DECLARE
 BEGIN
     -- In the order in which partitions are made and in which consumers lock, the log last.
     PERFORM FROM stream WHERE id = p_stream FOR UPDATE;
-    EXECUTE format('LOCK TABLE %I, %I, %I, %I IN ACCESS EXCLUSIVE MODE', 'consumer_group_cursor_' || p_stream,
-                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'message_log_' || p_stream);
-    EXECUTE format('DROP TABLE %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
-                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream);
+    EXECUTE format('LOCK TABLE %I, %I, %I, %I, %I IN ACCESS EXCLUSIVE MODE', 'consumer_group_cursor_' || p_stream,
+                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream, 'message_log_' || p_stream);
+    EXECUTE format('DROP TABLE %I, %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
+                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream);
     DELETE FROM stream WHERE id = p_stream;
     INSERT INTO audit (action, stream_name) VALUES ('drop_stream', s.name);
 END $$;

@@ -10,9 +10,11 @@ CREATE TABLE stream (
     payload_type   text NOT NULL CHECK (payload_type IN ('json', 'jsonb', 'text', 'bytea')),
     -- ids per partition of the log
     partition_size bigint NOT NULL CHECK (partition_size BETWEEN 1000 AND 1000000000),
+    -- every INSERT rings for the consumers, from inside its transaction
+    notify         boolean NOT NULL DEFAULT false,
     created_at     timestamptz NOT NULL DEFAULT now()
 );
-COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>.';
+COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>.';
 
 CREATE TABLE consumer_group (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -26,6 +28,14 @@ CREATE TABLE consumer_group (
     backoff_base    interval NOT NULL DEFAULT '1 second' CHECK (backoff_base BETWEEN '0' AND '365 days'),
     backoff_factor  double precision NOT NULL DEFAULT 2 CHECK (backoff_factor BETWEEN 1 AND 1000),
     backoff_cap     interval NOT NULL DEFAULT '5 minutes' CHECK (backoff_cap BETWEEN '0' AND '365 days'),
+    -- nothing is handed out while paused
+    paused          boolean NOT NULL DEFAULT false,
+    -- over all consumers: messages that are handed out and not finished; NULL: no limit
+    max_in_flight   int CHECK (max_in_flight >= 1),
+    -- over all consumers: messages handed out per second; NULL: no limit
+    rate_limit      double precision CHECK (rate_limit > 0 AND rate_limit <= 1e9),
+    -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
+    transactional   boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
 );
@@ -47,6 +57,9 @@ CREATE TABLE stream_fence (
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
         autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
 
+-- Consumer processes that can be seen to have died: each holds a shared advisory lock on its number. See functions/owner.sql.
+CREATE SEQUENCE consumer_owner MINVALUE 1 MAXVALUE 2147483647 CYCLE CACHE 1;
+
 -- What operators did that cannot be read off the tables afterwards. Names are copied: the row outlives them.
 CREATE TABLE audit (
     id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -60,11 +73,12 @@ CREATE TABLE audit (
 
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
 CREATE TYPE group_cursor AS (
-    generation bigint,
-    updates    int,
-    claimed    bigint,
-    first_open bigint,
-    next_seq   bigint
+    generation  bigint,
+    updates     int,
+    claimed     bigint,
+    first_open  bigint,
+    next_seq    bigint,
+    paced_until timestamptz
 );
 CREATE TYPE group_lease AS (
     seq     bigint,

@@ -1,1 +1,1 @@
-SELECT {schema}.create_stream($1, $2, $3)
+SELECT {schema}.create_stream($1, $2, $3, $4)

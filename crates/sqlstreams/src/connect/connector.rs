@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::net::IpAddr;
-use std::pin::Pin;
 use std::sync::Arc;
 
 use tokio::task::JoinHandle;
@@ -30,6 +29,12 @@ pub(crate) type Driver = Connection<Socket, <MakeRustlsConnect as MakeTlsConnect
 pub(crate) struct Connector {
     dsn: Arc<Dsn>,
     tls: MakeRustlsConnect,
+}
+
+impl std::fmt::Debug for Connector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Connector").field("dsn", &self.dsn).finish_non_exhaustive()
+    }
 }
 
 impl Connector {
@@ -63,14 +68,6 @@ impl Connector {
             }
         });
         Ok((client, task))
-    }
-
-    /// A manager for a pool whose connections are opened here.
-    pub(crate) fn manager(
-        &self,
-        config: deadpool_postgres::ManagerConfig,
-    ) -> deadpool_postgres::Manager {
-        deadpool_postgres::Manager::from_connect(self.dsn.config().clone(), self.clone(), config)
     }
 
     async fn open_host(&self, config: &Config) -> Result<(Client, Driver), Error> {
@@ -137,16 +134,6 @@ impl Connector {
         if self.dsn.load_balance {
             fastrand::shuffle(items);
         }
-    }
-}
-
-impl deadpool_postgres::Connect for Connector {
-    /// Ignores the configuration, which describes only the first host.
-    fn connect(
-        &self,
-        _config: &Config,
-    ) -> Pin<Box<dyn Future<Output = Result<(Client, JoinHandle<()>), Error>> + Send + '_>> {
-        Box::pin(Self::connect(self))
     }
 }
 

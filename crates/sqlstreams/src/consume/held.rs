@@ -1,16 +1,20 @@
 //! What a consumer holds: leases of ranges, and claimed exceptions. Only bookkeeping, no I/O.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::{Duration, Instant, SystemTime};
 
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::ids::IdSet;
-use super::protocol::{Claimed, ExceptionReport, LeaseReport};
+use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport};
 use crate::outcome::Verdict;
 
 /// A report names at most so many finished ranges of a lease: with as many gaps a lease stays a small row. What is left out
 /// is named later.
 const MOST_RANGES: usize = 64;
+/// Handlers are told to stop this part of a lease before it runs out, but at most so long before.
+const MARGIN: (u32, Duration) = (8, Duration::from_secs(2));
 
 /// Where a message came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -21,31 +25,68 @@ pub(crate) enum Source {
     Exception(Uuid),
 }
 
+/// How long what was claimed together is certainly ours, by our own clock: the server counts from later.
+#[derive(Debug)]
+struct Term {
+    until: Instant,
+    /// Cancelled when it is over, or is about to be.
+    over: CancellationToken,
+}
+
+impl Term {
+    fn is_over(&self) -> bool {
+        self.over.is_cancelled()
+    }
+}
+
 /// One lease, and how far its messages are.
 #[derive(Debug)]
 struct Lease {
     seq: i64,
     token: Uuid,
+    term: Term,
     /// As the server has it.
     pending: IdSet,
     /// Messages with ids below this were fetched.
     fetched_to: i64,
     /// Fetched and not finished.
     open: BTreeSet<i64>,
+    /// Those of the open ones that will not be run here any more.
+    left: BTreeSet<i64>,
     /// Failed and not reported yet.
     failed: BTreeMap<i64, Verdict>,
     /// Its messages are fetched one at a time: one of them could not be read.
     one_by_one: bool,
 }
 
+/// Exceptions that were claimed together.
+#[derive(Debug)]
+struct Batch {
+    term: Term,
+    suspect: bool,
+    count: usize,
+}
+
 /// A claimed exception.
 #[derive(Debug)]
 struct Exception {
     token: Uuid,
-    suspect: bool,
-    /// Attempts that failed before.
     attempts: i32,
+    delays: i32,
+    first_failed_at: SystemTime,
     fetched: bool,
+    /// It will not be run here any more.
+    left: bool,
+}
+
+/// What is known of an exception that is about to be run.
+#[derive(Debug, Clone)]
+pub(crate) struct Retry {
+    pub(crate) source: Source,
+    pub(crate) attempts: i32,
+    pub(crate) delays: i32,
+    pub(crate) first_failed_at: SystemTime,
+    pub(crate) over: CancellationToken,
 }
 
 impl Lease {
@@ -69,51 +110,88 @@ impl Lease {
     fn is_finished(&self) -> bool {
         self.is_fetched() && self.open.is_empty()
     }
+
+    /// Nothing of it runs, and what is left will not: it can be handed back.
+    fn is_spent(&self) -> bool {
+        self.term.is_over() && self.open.len() == self.left.len() && self.failed.is_empty()
+    }
+
+    /// Whether the server should hear of it soon; with `all`, whether there is anything to hear.
+    fn is_news(&self, all: bool) -> bool {
+        self.is_finished() || !self.failed.is_empty() || all && self.has_any_news()
+    }
+
+    /// Something of it ended that the server has not heard of.
+    fn has_any_news(&self) -> bool {
+        !self.failed.is_empty() || !self.pending.below_without(self.fetched_to, &self.open).is_empty()
+    }
 }
 
 /// All that is held.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     leases: HashMap<Uuid, Lease>,
+    batches: HashMap<Uuid, Batch>,
     /// Claimed exceptions by id.
     exceptions: BTreeMap<i64, Exception>,
     /// How exceptions ended, not reported yet.
     settled: Vec<ExceptionReport>,
+    /// As the server said last; zero until it has.
+    lease_duration: Duration,
+    /// Handlers that run on although what they handle was lost.
+    abandoned: usize,
 }
 
 impl Held {
-    /// A lease was claimed; nothing of it is fetched yet.
-    pub(crate) fn claimed(&mut self, claimed: Claimed) {
-        let Claimed { seq, token, pending } = claimed;
+    /// A lease was claimed by a call that was sent at `sent`; nothing of it is fetched yet. Its term is over when the returned
+    /// token is cancelled.
+    pub(crate) fn claimed(&mut self, claimed: Claimed, sent: Instant) -> CancellationToken {
+        let Claimed { seq, token, pending, lease_duration } = claimed;
         let fetched_to = pending.first().unwrap_or(i64::MIN);
+        self.lease_duration = lease_duration;
+        let over = CancellationToken::new();
+        let term = Term { until: sent + lease_duration, over: over.clone() };
         self.leases.insert(
             token,
             Lease {
                 seq,
                 token,
+                term,
                 pending,
                 fetched_to,
                 open: BTreeSet::new(),
+                left: BTreeSet::new(),
                 failed: BTreeMap::new(),
                 one_by_one: false,
             },
         );
+        over
     }
 
-    /// Messages of a lease were fetched, in id order.
-    pub(crate) fn fetched(&mut self, token: Uuid, ids: impl IntoIterator<Item = i64>, more: bool) {
-        let Some(lease) = self.leases.get_mut(&token) else { return };
+    /// Messages of a lease were fetched, in id order. Returns the lease's token of cancellation if they are to be run.
+    pub(crate) fn fetched(
+        &mut self,
+        token: Uuid,
+        ids: impl IntoIterator<Item = i64>,
+        more: bool,
+    ) -> Option<CancellationToken> {
+        let lease = self.leases.get_mut(&token)?;
+        if lease.term.is_over() {
+            return None;
+        }
         lease.open.extend(ids);
         lease.fetched_to = match (more, lease.open.last()) {
             (false, _) => i64::MAX,
             (true, Some(last)) => lease.fetched_to.max(last + 1),
             (true, None) => lease.fetched_to,
         };
+        Some(lease.term.over.clone())
     }
 
     /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
     pub(crate) fn unfetched(&self) -> Option<(Uuid, i64, bool)> {
-        let lease = self.leases.values().filter(|l| !l.is_fetched()).min_by_key(|l| l.seq)?;
+        let open = |l: &&Lease| !l.is_fetched() && !l.term.is_over();
+        let lease = self.leases.values().filter(open).min_by_key(|l| l.seq)?;
         Some((lease.token, lease.fetched_to - 1, lease.one_by_one))
     }
 
@@ -124,61 +202,119 @@ impl Held {
         }
     }
 
-    /// Exceptions were claimed: ids, and how often each has failed.
+    /// Exceptions were claimed together, by a call that was sent at `sent`.
     pub(crate) fn claimed_exceptions(
         &mut self,
         token: Uuid,
-        claimed: impl IntoIterator<Item = (i64, i32)>,
+        claimed: Vec<ClaimedException>,
         suspect: bool,
+        lease_duration: Duration,
+        sent: Instant,
     ) {
-        self.exceptions.extend(
-            claimed
-                .into_iter()
-                .map(|(id, attempts)| (id, Exception { token, suspect, attempts, fetched: false })),
-        );
+        self.lease_duration = lease_duration;
+        let term = Term { until: sent + lease_duration, over: CancellationToken::new() };
+        self.batches.insert(token, Batch { term, suspect, count: claimed.len() });
+        self.exceptions.extend(claimed.into_iter().map(|c| {
+            let (attempts, delays, first_failed_at) = (c.attempts, c.delays, c.first_failed_at);
+            let exception =
+                Exception { token, attempts, delays, first_failed_at, fetched: false, left: false };
+            (c.id, exception)
+        }));
     }
 
     /// Claimed exceptions whose messages were not fetched yet.
     pub(crate) fn unfetched_exceptions(&self) -> Vec<i64> {
-        self.exceptions.iter().filter(|(_, e)| !e.fetched).map(|(id, _)| *id).collect()
+        self.exceptions.iter().filter(|(_, e)| !e.fetched && !e.left).map(|(id, _)| *id).collect()
     }
 
-    /// An exception's message is about to be run: where it came from and how often it has failed.
-    pub(crate) fn fetched_exception(&mut self, id: i64) -> Option<(Source, i32)> {
+    /// An exception's message is about to be run.
+    pub(crate) fn fetched_exception(&mut self, id: i64) -> Option<Retry> {
         let exception = self.exceptions.get_mut(&id)?;
+        let batch = self.batches.get(&exception.token)?;
         exception.fetched = true;
-        Some((Source::Exception(exception.token), exception.attempts))
+        if batch.term.is_over() {
+            exception.left = true;
+            return None;
+        }
+        Some(Retry {
+            source: Source::Exception(exception.token),
+            attempts: exception.attempts,
+            delays: exception.delays,
+            first_failed_at: exception.first_failed_at,
+            over: batch.term.over.clone(),
+        })
     }
 
-    /// A message was run to an end.
-    pub(crate) fn finished(&mut self, source: Source, id: i64, verdict: Verdict) {
+    /// A message was run to an end. Says whether that counts: it does not when it was lost meanwhile.
+    pub(crate) fn finished(&mut self, source: Source, id: i64, verdict: Verdict) -> bool {
+        if !self.runs(source, id) {
+            self.abandoned = self.abandoned.saturating_sub(1);
+            return false;
+        }
+        if verdict.outcome == Verdict::CANCELLED {
+            self.leave(source, id);
+            return false;
+        }
         match source {
             Source::Lease(token) => {
-                // A lease that was lost meanwhile has no use for it.
-                if let Some(lease) = self.leases.get_mut(&token)
-                    && lease.open.remove(&id)
-                    && verdict.outcome != "ok"
-                {
-                    lease.failed.insert(id, verdict);
+                if let Some(lease) = self.leases.get_mut(&token) {
+                    lease.open.remove(&id);
+                    if verdict.outcome != "ok" {
+                        lease.failed.insert(id, verdict);
+                    }
                 }
             }
             Source::Exception(token) => {
-                if self.exceptions.get(&id).is_some_and(|held| held.token == token) {
-                    self.exceptions.remove(&id);
+                self.drop_exception(id);
+                // Settled in the handler's transaction, there is nothing left to say.
+                if !verdict.settled {
                     self.settled.push(ExceptionReport { token, id, verdict });
                 }
             }
         }
+        true
     }
 
-    /// Whether a message is still ours to run.
-    pub(crate) fn holds(&self, source: Source, id: i64) -> bool {
+    /// A message that is held will not be run, or not to its end.
+    pub(crate) fn leave(&mut self, source: Source, id: i64) {
+        if !self.runs(source, id) {
+            self.abandoned = self.abandoned.saturating_sub(1);
+            return;
+        }
         match source {
-            Source::Lease(token) => self.leases.get(&token).is_some_and(|l| l.open.contains(&id)),
-            Source::Exception(token) => {
-                self.exceptions.get(&id).is_some_and(|held| held.token == token)
+            Source::Lease(token) => {
+                if let Some(lease) = self.leases.get_mut(&token) {
+                    lease.left.insert(id);
+                }
+            }
+            Source::Exception(_) => {
+                if let Some(exception) = self.exceptions.get_mut(&id) {
+                    exception.left = true;
+                }
             }
         }
+    }
+
+    /// Whether a message is ours and not given up.
+    fn runs(&self, source: Source, id: i64) -> bool {
+        match source {
+            Source::Lease(token) => self
+                .leases
+                .get(&token)
+                .is_some_and(|l| l.open.contains(&id) && !l.left.contains(&id)),
+            Source::Exception(token) => {
+                self.exceptions.get(&id).is_some_and(|e| e.token == token && !e.left)
+            }
+        }
+    }
+
+    /// Whether a message may be started.
+    pub(crate) fn may_start(&self, source: Source, id: i64) -> bool {
+        let over = match source {
+            Source::Lease(token) => self.leases.get(&token).is_none_or(|l| l.term.is_over()),
+            Source::Exception(token) => self.batches.get(&token).is_none_or(|b| b.term.is_over()),
+        };
+        !over && self.runs(source, id)
     }
 
     /// How many messages are fetched and not finished.
@@ -186,20 +322,24 @@ impl Held {
         self.leases.values().map(|l| l.open.len()).sum::<usize>() + self.exceptions.len()
     }
 
+    /// Handlers that run although what they handle was lost.
+    pub(crate) fn abandoned(&self) -> usize {
+        self.abandoned
+    }
+
     /// Whether a suspect is among them.
     pub(crate) fn has_suspect(&self) -> bool {
-        self.exceptions.values().any(|held| held.suspect)
+        self.batches.values().any(|batch| batch.suspect)
     }
 
-    /// Whether there is something that the server should hear soon: a finished lease or a failure.
-    pub(crate) fn has_news(&self) -> bool {
-        self.leases.values().any(|l| l.is_finished() || !l.failed.is_empty())
+    /// Whether there is something that the server should hear soon: a finished lease or a failure; with `all`, anything.
+    pub(crate) fn has_news(&self, all: bool) -> bool {
+        self.leases.values().any(|l| l.is_news(all))
     }
 
-    /// The reports of leases with news: finished ones, and failures.
-    pub(crate) fn news(&self) -> Vec<LeaseReport> {
-        let news = self.leases.values().filter(|l| l.is_finished() || !l.failed.is_empty());
-        in_order(news.map(|l| l.report(true, MOST_RANGES)))
+    /// The reports of leases with news.
+    pub(crate) fn news(&self, all: bool) -> Vec<LeaseReport> {
+        in_order(self.leases.values().filter(|l| l.is_news(all)).map(|l| l.report(true, MOST_RANGES)))
     }
 
     /// How far every lease is, without the failures: for a heartbeat.
@@ -212,10 +352,24 @@ impl Held {
         in_order(self.leases.values().map(|l| l.report(false, usize::MAX)))
     }
 
+    /// The last words on leases whose term is over and of which nothing runs any more.
+    pub(crate) fn spent(&self) -> Vec<LeaseReport> {
+        let spent = self.leases.values().filter(|l| l.is_spent());
+        in_order(spent.map(|l| l.report(false, usize::MAX)))
+    }
+
+    /// Exceptions that will not be run here any more, with their tokens.
+    pub(crate) fn left_exceptions(&self) -> Vec<(Uuid, i64)> {
+        self.exceptions.iter().filter(|(_, e)| e.left).map(|(id, e)| (e.token, *id)).collect()
+    }
+
     /// The server has taken these reports, but for the leases in `lost`. Returns how many leases were lost.
     pub(crate) fn reported(&mut self, reports: &[LeaseReport], lost: &[Uuid]) -> usize {
+        let mut count = 0;
         for token in lost {
-            self.leases.remove(token);
+            // One that is finished was settled by a call of ours that ran beside this one.
+            count += usize::from(self.leases.get(token).is_some_and(|l| !l.is_finished()));
+            self.forget(*token);
         }
         for report in reports {
             let Some(lease) = self.leases.get_mut(&report.token) else { continue };
@@ -228,13 +382,22 @@ impl Held {
                 self.leases.remove(&report.token);
             }
         }
-        lost.len()
+        count
     }
 
-    /// The server keeps a lease under another seq.
-    pub(crate) fn moved(&mut self, token: Uuid, seq: i64) {
+    /// A lease is not ours any more.
+    fn forget(&mut self, token: Uuid) {
+        if let Some(lease) = self.leases.remove(&token) {
+            lease.term.over.cancel();
+            self.abandoned += lease.open.len() - lease.left.len();
+        }
+    }
+
+    /// The server keeps leases for another while, by a call that was sent at `sent`; some under another seq.
+    pub(crate) fn extended(&mut self, token: Uuid, seq: i64, sent: Instant) {
         if let Some(lease) = self.leases.get_mut(&token) {
             lease.seq = seq;
+            lease.term.until = sent + self.lease_duration;
         }
     }
 
@@ -248,25 +411,65 @@ impl Held {
         self.settled.drain(..count);
     }
 
-    /// Exceptions whose lease was lost.
-    pub(crate) fn lost_exceptions(&mut self, ids: &[i64]) {
-        for id in ids {
-            self.exceptions.remove(id);
+    /// Exceptions that are not ours any more. Returns how many of them were held.
+    pub(crate) fn lost_exceptions(&mut self, ids: &[i64]) -> usize {
+        let lost: Vec<Exception> = ids.iter().filter_map(|id| self.drop_exception(*id)).collect();
+        self.abandoned += lost.iter().filter(|e| e.fetched && !e.left).count();
+        lost.len()
+    }
+
+    fn drop_exception(&mut self, id: i64) -> Option<Exception> {
+        let exception = self.exceptions.remove(&id)?;
+        if let Some(batch) = self.batches.get_mut(&exception.token) {
+            batch.count -= 1;
+            if batch.count == 0 {
+                self.batches.remove(&exception.token);
+            }
+        }
+        Some(exception)
+    }
+
+    /// The server keeps claimed exceptions for another while, by a call that was sent at `sent`, for these tokens.
+    pub(crate) fn extended_exceptions(&mut self, tokens: &BTreeSet<Uuid>, sent: Instant) {
+        for (_, batch) in self.batches.iter_mut().filter(|(token, _)| tokens.contains(token)) {
+            batch.term.until = sent + self.lease_duration;
         }
     }
 
-    /// Claimed exceptions that are not finished, with their tokens.
+    /// Claimed exceptions that are not finished, with their tokens, in id order.
     pub(crate) fn exceptions(&self) -> Vec<(Uuid, i64)> {
         self.exceptions.iter().map(|(id, held)| (held.token, *id)).collect()
+    }
+
+    /// When the next term has to be taken for over.
+    pub(crate) fn next_lapse(&self) -> Option<Instant> {
+        self.terms().filter(|term| !term.is_over()).map(|term| term.until).min().map(|until| until - self.margin())
+    }
+
+    /// Ends the terms that nobody has extended in time; returns how many.
+    pub(crate) fn lapse(&mut self, now: Instant) -> usize {
+        let by = now + self.margin();
+        let lapsed = self.terms().filter(|term| !term.is_over() && term.until <= by);
+        lapsed.map(|term| term.over.cancel()).count()
+    }
+
+    /// How long before its lease runs out a handler is told to stop.
+    pub(crate) fn margin(&self) -> Duration {
+        (self.lease_duration / MARGIN.0).min(MARGIN.1)
+    }
+
+    pub(crate) fn lease_duration(&self) -> Duration {
+        self.lease_duration
+    }
+
+    fn terms(&self) -> impl Iterator<Item = &Term> {
+        self.leases.values().map(|l| &l.term).chain(self.batches.values().map(|b| &b.term))
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         self.leases.is_empty() && self.exceptions.is_empty() && self.settled.is_empty()
     }
 
-    pub(crate) fn has_leases(&self) -> bool {
-        !self.leases.is_empty()
-    }
 }
 
 /// By seq: whoever locks leases does so in that order.
@@ -281,9 +484,14 @@ mod tests {
     use super::*;
     use crate::outcome::Outcome;
 
+    const LEASE: Duration = Duration::from_secs(15);
+
     fn held(range: std::ops::Range<i64>, ids: &[i64], more: bool) -> (Held, Uuid) {
         let (mut held, token) = (Held::default(), Uuid::new_v4());
-        held.claimed(Claimed { seq: 1, token, pending: IdSet::range(range.start, range.end) });
+        held.claimed(
+            Claimed { seq: 1, token, pending: IdSet::range(range.start, range.end), lease_duration: LEASE },
+            Instant::now(),
+        );
         held.fetched(token, ids.iter().copied(), more);
         (held, token)
     }
@@ -299,8 +507,8 @@ mod tests {
         for id in [2, 3, 7] {
             held.finished(Source::Lease(token), id, Outcome::Done.into());
         }
-        assert!(held.has_news());
-        let reports = held.news();
+        assert!(held.has_news(false));
+        let reports = held.news(false);
         assert_eq!(reports[0].done.to_string(), "{[1,11)}");
         held.reported(&reports, &[]);
         assert!(held.is_empty());
@@ -317,12 +525,12 @@ mod tests {
     fn failures_are_reported_once_and_never_as_done() {
         let (mut held, token) = held(1..4, &[1, 2, 3], false);
         held.finished(Source::Lease(token), 2, Outcome::Retry("no".into()).into());
-        let reports = held.news();
+        let reports = held.news(false);
         // The failure may be covered by what is done: it is taken out first.
         assert_eq!((reports[0].done.to_string().as_str(), reports[0].failed.len()), ("{[2,3)}", 1));
         assert_eq!(done(&held), "{}");
         held.reported(&reports, &[]);
-        assert!(!held.has_news());
+        assert!(!held.has_news(false));
         held.finished(Source::Lease(token), 1, Outcome::Done.into());
         held.finished(Source::Lease(token), 3, Outcome::Done.into());
         assert_eq!(done(&held), "{[1,2),[3,4)}");
@@ -336,7 +544,7 @@ mod tests {
             let outcome = if id % 2 == 0 { Outcome::Retry("no".into()) } else { Outcome::Done };
             held.finished(Source::Lease(token), id, outcome.into());
         }
-        let reports = held.news();
+        let reports = held.news(false);
         assert_eq!(
             (reports[0].done.to_string().as_str(), reports[0].failed.len()),
             ("{[1,1001)}", 500)
@@ -350,18 +558,18 @@ mod tests {
         let (mut held, token) = held(1..3, &[1, 2], false);
         let reports = held.progress();
         held.reported(&reports, &[token]);
-        assert!(!held.holds(Source::Lease(token), 1));
+        assert!(!held.may_start(Source::Lease(token), 1));
         held.finished(Source::Lease(token), 1, Outcome::Retry("late".into()).into());
-        assert!(held.is_empty() && !held.has_news());
+        assert!(held.is_empty() && !held.has_news(false));
     }
 
     #[test]
     fn a_failure_that_comes_while_a_report_is_under_way_is_kept() {
         let (mut held, token) = held(1..3, &[1, 2], false);
         held.finished(Source::Lease(token), 1, Outcome::Retry("first".into()).into());
-        let reports = held.news();
+        let reports = held.news(false);
         held.finished(Source::Lease(token), 2, Outcome::Retry("second".into()).into());
         held.reported(&reports, &[]);
-        assert_eq!(held.news()[0].failed.len(), 1);
+        assert_eq!(held.news(false)[0].failed.len(), 1);
     }
 }

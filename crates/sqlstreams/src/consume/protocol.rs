@@ -13,7 +13,7 @@ use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::ids::IdSet;
-use crate::client::{run, transact};
+use crate::client::{BOOKKEEPING, run, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
@@ -21,9 +21,8 @@ use crate::payload::Payload;
 use crate::queries::Query;
 use crate::stream::StreamInner;
 
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off";
 /// How long the server may take for an answer. By then the leases of most groups have run out.
-const ANSWER: Duration = Duration::from_secs(15);
+pub(super) const ANSWER: Duration = Duration::from_secs(15);
 const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// A lease as it was claimed.
@@ -32,6 +31,17 @@ pub(crate) struct Claimed {
     pub(crate) seq: i64,
     pub(crate) token: Uuid,
     pub(crate) pending: IdSet,
+    pub(crate) lease_duration: Duration,
+}
+
+/// An exception as it was claimed.
+#[derive(Debug, Clone)]
+pub(crate) struct ClaimedException {
+    pub(crate) id: i64,
+    /// How often it has failed and was put off before.
+    pub(crate) attempts: i32,
+    pub(crate) delays: i32,
+    pub(crate) first_failed_at: SystemTime,
 }
 
 /// What is to be said of one lease.
@@ -56,7 +66,11 @@ pub(crate) struct ExceptionReport {
 pub(crate) struct Advanced {
     pub(crate) lost: Vec<Uuid>,
     pub(crate) claimed: Option<Claimed>,
-    pub(crate) lease_duration: Duration,
+    pub(crate) paused: bool,
+    /// The group has a limit: what is finished is to be told at once.
+    pub(crate) limited: bool,
+    /// The rate limit is used up for so long.
+    pub(crate) wait: Option<Duration>,
     /// Its first messages. That they cannot be read does not undo the claim.
     pub(crate) page: Result<Page>,
 }
@@ -72,19 +86,9 @@ pub(crate) struct Page {
 /// Exceptions that were claimed together.
 #[derive(Debug)]
 pub(crate) struct ClaimedExceptions {
-    /// Ids, and how often each has failed.
-    pub(crate) exceptions: Vec<(i64, i32)>,
+    pub(crate) exceptions: Vec<ClaimedException>,
     pub(crate) earliest_due: Option<SystemTime>,
     pub(crate) lease_duration: Duration,
-}
-
-/// What `poll` saw.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Seen {
-    pub(crate) fresh: bool,
-    pub(crate) lapsed: bool,
-    pub(crate) due: bool,
-    pub(crate) suspect: bool,
 }
 
 /// The calls, for one group.
@@ -95,16 +99,17 @@ pub(crate) struct Protocol {
 }
 
 impl Protocol {
-    /// Reports leases, claims up to `limit` ids and fetches their messages, in one round trip.
+    /// Reports leases, claims up to `limit` ids under `token` and fetches their messages, in one round trip.
     pub(crate) async fn advance(
         &self,
         reports: &[LeaseReport],
+        token: Uuid,
         limit: i64,
         bytes: i64,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
         let failed = |e| Error::from_driver(e, doing);
-        let token = Uuid::new_v4();
+        let owner = self.owner();
         let seqs: Vec<i64> = reports.iter().map(|r| r.seq).collect();
         let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
         let done: Vec<String> = reports.iter().map(|r| r.done.to_string()).collect();
@@ -120,7 +125,7 @@ impl Protocol {
         let delays: Vec<Option<f64>> = failures().map(|f| f.2.delay).collect();
 
         let advance = &self.stream.client.inner.queries.advance;
-        let advance_params: [&(dyn ToSql + Sync); 12] = [
+        let advance_params: [&(dyn ToSql + Sync); 13] = [
             &self.stream.id,
             &self.group,
             &seqs,
@@ -133,6 +138,7 @@ impl Protocol {
             &delays,
             &limit,
             &token,
+            &owner,
         ];
         let connection = self.stream.client.connection(doing).await?;
         let (row, page) = if limit > 0 {
@@ -140,7 +146,7 @@ impl Protocol {
                 [&self.stream.id, &self.group, &token, &0_i64, &limit, &bytes];
             // Written in this order at the first poll; the server answers in it.
             let calls = join5(
-                connection.batch_execute(BEGIN),
+                connection.batch_execute(BOOKKEEPING),
                 run(&connection, advance, &advance_params),
                 connection.batch_execute(COMMIT_AND_BEGIN),
                 run(&connection, &self.stream.queries.fetch, &fetch_params),
@@ -150,12 +156,11 @@ impl Protocol {
             else {
                 return Err(no_answer(connection, doing));
             };
-            begun.map_err(failed)?;
-            let rows = advanced.map_err(failed)?;
-            committed.map_err(failed)?;
+            let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
             let page = fetched
                 .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
                 .map_err(|e| Error::from_driver(e, "fetch messages"));
+            let rows = keep(connection, advanced.map_err(failed))?;
             (one(rows, doing)?, page)
         } else {
             (
@@ -165,9 +170,21 @@ impl Protocol {
         };
         let claimed = match row.get::<_, Option<i64>>(1) {
             None => None,
-            Some(seq) => Some(Claimed { seq, token, pending: parse_ids(row.get(2))? }),
+            Some(seq) => Some(Claimed {
+                seq,
+                token,
+                pending: parse_ids(row.get(2))?,
+                lease_duration: milliseconds(row.get(3)),
+            }),
         };
-        Ok(Advanced { lost: row.get(0), claimed, lease_duration: milliseconds(row.get(3)), page })
+        Ok(Advanced {
+            lost: row.get(0),
+            claimed,
+            paused: row.get(4),
+            limited: row.get(5),
+            wait: row.get::<_, Option<i64>>(6).map(milliseconds),
+            page,
+        })
     }
 
     /// More messages of a lease.
@@ -188,11 +205,11 @@ impl Protocol {
     /// The heartbeat: each lease with the seq it has now, `None` for those that were lost.
     pub(crate) async fn extend(&self, reports: &[LeaseReport]) -> Result<Vec<(Uuid, Option<i64>)>> {
         let (seqs, tokens, done) = columns(reports);
-        let params: [&(dyn ToSql + Sync); 5] =
-            [&self.stream.id, &self.group, &seqs, &tokens, &done];
-        let rows = self
-            .rows(&self.stream.client.inner.queries.extend, &params, "extend the leases")
-            .await?;
+        let owner = self.owner();
+        let params: [&(dyn ToSql + Sync); 6] =
+            [&self.stream.id, &self.group, &seqs, &tokens, &done, &owner];
+        let extend = &self.stream.client.inner.queries.extend;
+        let rows = self.beat(extend, &params, "extend the leases").await?;
         Ok(rows.iter().map(|row| (row.get(0), row.get(1))).collect())
     }
 
@@ -203,14 +220,6 @@ impl Protocol {
             [&self.stream.id, &self.group, &seqs, &tokens, &done];
         self.rows(&self.stream.client.inner.queries.release, &params, "hand leases back").await?;
         Ok(())
-    }
-
-    /// Whether there is anything to do. No lock, no write.
-    pub(crate) async fn poll(&self, due_from: Option<SystemTime>) -> Result<Seen> {
-        let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &self.group, &due_from];
-        let poll = &self.stream.client.inner.queries.poll;
-        let row = one(self.rows(poll, &params, "look for messages").await?, "look for messages")?;
-        Ok(Seen { fresh: row.get(0), lapsed: row.get(1), due: row.get(2), suspect: row.get(3) })
     }
 
     /// Whether everything up to `id` is done or dead.
@@ -243,12 +252,21 @@ impl Protocol {
         suspect: bool,
         due_from: Option<SystemTime>,
     ) -> Result<ClaimedExceptions> {
-        let params: [&(dyn ToSql + Sync); 6] =
-            [&self.stream.id, &self.group, &token, &limit, &suspect, &due_from];
+        let owner = self.owner();
+        let params: [&(dyn ToSql + Sync); 7] =
+            [&self.stream.id, &self.group, &token, &limit, &suspect, &due_from, &owner];
         let take = &self.stream.client.inner.queries.take_exceptions;
         let rows = self.rows(take, &params, "claim exceptions").await?;
         Ok(ClaimedExceptions {
-            exceptions: rows.iter().map(|row| (row.get(0), row.get(1))).collect(),
+            exceptions: rows
+                .iter()
+                .map(|row| ClaimedException {
+                    id: row.get(0),
+                    attempts: row.get(1),
+                    delays: row.get(4),
+                    first_failed_at: row.get(5),
+                })
+                .collect(),
             earliest_due: rows.iter().map(|row| row.get(2)).min(),
             lease_duration: milliseconds(rows.first().map_or(0, |row| row.get(3))),
         })
@@ -288,11 +306,28 @@ impl Protocol {
     /// The heartbeat of exceptions; returns those whose lease was lost.
     pub(crate) async fn extend_exceptions(&self, held: &[(Uuid, i64)]) -> Result<Vec<i64>> {
         let (tokens, ids): (Vec<Uuid>, Vec<i64>) = held.iter().copied().unzip();
-        let params: [&(dyn ToSql + Sync); 4] = [&self.stream.id, &self.group, &tokens, &ids];
-        let rows = self
-            .rows(&self.stream.client.inner.queries.extend_exceptions, &params, "extend exceptions")
-            .await?;
+        let owner = self.owner();
+        let params: [&(dyn ToSql + Sync); 5] =
+            [&self.stream.id, &self.group, &tokens, &ids, &owner];
+        let extend = &self.stream.client.inner.queries.extend_exceptions;
+        let rows = self.beat(extend, &params, "extend exceptions").await?;
         Ok(one(rows, "extend exceptions")?.get(0))
+    }
+
+    /// Hands back whatever was claimed under a token, when the answer to the claim was lost.
+    pub(crate) async fn release_claim(&self, token: Uuid) -> Result<()> {
+        let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &self.group, &token];
+        let release = &self.stream.client.inner.queries.release_claim;
+        self.rows(release, &params, "hand a claim back").await?;
+        Ok(())
+    }
+
+    /// Which of these messages still have to be handled, after a transaction that was to settle them ended unknown.
+    pub(crate) async fn unsettled(&self, token: Uuid, ids: &[i64], exceptions: bool) -> Result<Vec<i64>> {
+        let params: [&(dyn ToSql + Sync); 5] = [&self.stream.id, &self.group, &token, &ids, &exceptions];
+        let unsettled = &self.stream.client.inner.queries.unsettled;
+        let rows = self.rows(unsettled, &params, "look what was settled").await?;
+        Ok(one(rows, "look what was settled")?.get(0))
     }
 
     /// Hands exceptions back unfinished.
@@ -325,21 +360,43 @@ impl Protocol {
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Result<Vec<Row>> {
-        match timeout(ANSWER, transact(&connection, BEGIN, query, params)).await {
-            Ok(rows) => rows.map_err(|e| Error::from_driver(e, doing)),
+        match timeout(ANSWER, transact(&connection, BOOKKEEPING, query, params)).await {
+            Ok(rows) => keep(connection, rows.map_err(|e| Error::from_driver(e, doing))),
             Err(_) => Err(no_answer(connection, doing)),
         }
     }
+
+    /// A heartbeat does not wait for a connection that others use up: it has the client's own, and the pool if that is broken.
+    async fn beat(
+        &self,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Vec<Row>> {
+        match self.stream.client.inner.watcher.transact(BOOKKEEPING, query, params, doing).await {
+            Some(rows) => rows,
+            None => self.rows(query, params, doing).await,
+        }
+    }
+
+    /// As whom this process holds leases.
+    fn owner(&self) -> Option<i64> {
+        *self.stream.client.inner.watcher.life().borrow()
+    }
+}
+
+/// Puts a connection back into the pool, unless the answer says that it is of no use any more.
+pub(super) fn keep<T>(connection: Object, answer: Result<T>) -> Result<T> {
+    if answer.as_ref().is_err_and(Error::is_of_connection) {
+        drop(Object::take(connection));
+    }
+    answer
 }
 
 /// The server, or the way to it, hangs: the connection is of no use any more.
-fn no_answer(connection: Object, doing: &str) -> Error {
+pub(super) fn no_answer(connection: Object, doing: &str) -> Error {
     drop(Object::take(connection));
-    Error::new(
-        ErrorKind::Connection,
-        format!("the server did not answer within {} s when asked to {doing}", ANSWER.as_secs()),
-    )
-    .with_hint("Look whether the server, or the network to it, hangs.")
+    Error::no_answer(doing, ANSWER)
 }
 
 impl Page {
@@ -355,7 +412,6 @@ impl Page {
                     headers: row.get(3),
                     produced_at: row.get(4),
                     payload: row.get::<_, Payload>(6).0,
-                    attempts: 0,
                 })
                 .collect(),
         }

@@ -1,25 +1,29 @@
-//! The workers: as many tasks as handlers may run at once, fed from one queue.
+//! The workers: as many tasks as handlers may run at once, fed from one queue. They live on the caller's runtime.
 
 use std::collections::VecDeque;
-use std::future::Future;
-use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::FutureExt;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, Semaphore, mpsc};
 use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 
+use super::delivery::History;
+use super::handler::Runner;
 use super::held::Source;
-use crate::message::{Message, RawMessage};
-use crate::outcome::{IntoOutcome, Outcome, Verdict};
-use crate::payload::Codec;
+use crate::message::RawMessage;
+use crate::outcome::Verdict;
 
 /// A message to be run.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) source: Source,
     pub(crate) message: RawMessage,
+    pub(crate) history: History,
+    /// Cancelled when it is not ours any more.
+    pub(crate) over: CancellationToken,
 }
 
 /// How it ended.
@@ -30,71 +34,43 @@ pub(crate) struct Finished {
     pub(crate) verdict: Verdict,
 }
 
-/// The queue and the tasks behind it. Dropped, the tasks are aborted.
+/// The tasks behind the queue. Dropped, they are aborted.
 pub(crate) struct Workers {
-    queue: Arc<Queue>,
     tasks: JoinSet<()>,
 }
 
-struct Queue {
+/// How workers run.
+pub(crate) struct Work {
+    pub(crate) runner: Runner,
+    /// The most messages for one call of the handler.
+    pub(crate) batch: usize,
+    /// Shared with other consumers.
+    pub(crate) budget: Option<Arc<Semaphore>>,
+    pub(crate) finished: mpsc::UnboundedSender<Vec<Finished>>,
+}
+
+/// The messages that wait for a worker.
+#[derive(Debug)]
+pub(crate) struct Queue {
     jobs: Mutex<VecDeque<Job>>,
     /// One permit for each job in the queue.
     ready: Semaphore,
+    paused: AtomicBool,
+    resumed: Notify,
+    /// In the queue or with a worker.
+    unfinished: AtomicUsize,
+    /// How long before the end of a lease handlers are told; in milliseconds.
+    margin: AtomicUsize,
 }
 
 impl Workers {
-    /// Starts the workers; what they finish comes out of the receiver.
-    pub(crate) fn start<T, C, H, F>(
-        count: usize,
-        timeout: Option<Duration>,
-        handler: H,
-    ) -> (Self, mpsc::UnboundedReceiver<Finished>)
-    where
-        T: Send + 'static,
-        C: Codec<T>,
-        H: Fn(Message<T>) -> F + Send + Sync + 'static,
-        F: Future<Output: IntoOutcome> + Send + 'static,
-    {
-        // Unbounded, yet never longer than what the consumer holds.
-        let (finished, results) = mpsc::unbounded_channel();
-        let queue = Arc::new(Queue { jobs: Mutex::new(VecDeque::new()), ready: Semaphore::new(0) });
-        let handler = Arc::new(handler);
+    pub(crate) fn start(count: usize, runtime: &Handle, queue: &Arc<Queue>, work: Work) -> Self {
+        let work = Arc::new(work);
         let mut tasks = JoinSet::new();
         for _ in 0..count {
-            let (queue, handler, finished) = (queue.clone(), handler.clone(), finished.clone());
-            tasks.spawn(async move {
-                while let Some(Job { source, message }) = queue.next().await {
-                    let id = message.id;
-                    let verdict = handle::<T, C, H, F>(message, timeout, &handler).await.into();
-                    // Nobody listens any more when the consumer is gone.
-                    let _ = finished.send(Finished { source, id, verdict });
-                }
-            });
+            tasks.spawn_on(work_on(queue.clone(), work.clone()), runtime);
         }
-        (Self { queue, tasks }, results)
-    }
-
-    pub(crate) fn push(&self, jobs: impl IntoIterator<Item = Job>) {
-        let mut queue = self.queue.lock();
-        let before = queue.len();
-        queue.extend(jobs);
-        let added = queue.len() - before;
-        drop(queue);
-        self.queue.ready.add_permits(added);
-    }
-
-    /// How many jobs no worker has taken yet.
-    pub(crate) fn waiting(&self) -> usize {
-        self.queue.lock().len()
-    }
-
-    /// Takes back jobs that no worker has taken yet and that `keep` does not want; returns how many.
-    pub(crate) fn retain(&self, keep: impl FnMut(&Job) -> bool) -> usize {
-        // A permit whose job is gone lets a worker find an empty queue and wait again.
-        let mut queue = self.queue.lock();
-        let before = queue.len();
-        queue.retain(keep);
-        before - queue.len()
+        Self { tasks }
     }
 
     /// Drops the handlers that still run. One that never awaits cannot be dropped: it is left behind.
@@ -106,64 +82,158 @@ impl Workers {
         .await;
     }
 
-    /// Whether a worker has ended, which only a defect of ours can make it do.
+    /// Whether a worker has ended, which only a defect of ours, or the end of the caller's runtime, can make it do.
     pub(crate) fn has_dead(&mut self) -> bool {
         self.tasks.try_join_next().is_some()
     }
 }
 
+async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
+    while let Some(jobs) = queue.next(work.batch).await {
+        let finished = run(&queue, &work, jobs).await;
+        // Nobody listens any more when the consumer is gone.
+        let _ = work.finished.send(finished);
+    }
+}
+
+/// Runs jobs together. A handler whose messages are lost is dropped.
+async fn run(queue: &Queue, work: &Work, jobs: Vec<Job>) -> Vec<Finished> {
+    let (over, jobs): (Vec<Job>, Vec<Job>) =
+        jobs.into_iter().partition(|job| job.over.is_cancelled());
+    let mut finished: Vec<Finished> = over.iter().map(Job::place).map(cancelled).collect();
+    let Some(over) = jobs.first().map(|job| job.over.clone()) else { return finished };
+    let places: Vec<(Source, i64)> = jobs.iter().map(Job::place).collect();
+    let lost = || places.iter().copied().map(cancelled);
+    let _permit = match &work.budget {
+        None => None,
+        Some(budget) => tokio::select! {
+            permit = budget.clone().acquire_owned() => permit.ok(),
+            () = over.cancelled() => {
+                finished.extend(lost());
+                return finished;
+            }
+        },
+    };
+    tokio::select! {
+        biased;
+        ended = (work.runner)(jobs) => finished.extend(ended),
+        () = async {
+            over.cancelled().await;
+            // The time it was promised for clearing up.
+            tokio::time::sleep(queue.margin()).await;
+        } => finished.extend(lost()),
+    }
+    finished
+}
+
+fn cancelled((source, id): (Source, i64)) -> Finished {
+    Finished { source, id, verdict: Verdict::cancelled() }
+}
+
+impl Job {
+    fn place(&self) -> (Source, i64) {
+        (self.source, self.message.id)
+    }
+}
+
 impl Queue {
-    async fn next(&self) -> Option<Job> {
+    pub(crate) fn new() -> Self {
+        Self {
+            jobs: Mutex::new(VecDeque::new()),
+            ready: Semaphore::new(0),
+            paused: AtomicBool::new(false),
+            resumed: Notify::new(),
+            unfinished: AtomicUsize::new(0),
+            margin: AtomicUsize::new(0),
+        }
+    }
+
+    pub(crate) fn push(&self, jobs: impl IntoIterator<Item = Job>) {
+        let mut queue = self.lock();
+        let before = queue.len();
+        queue.extend(jobs);
+        let added = queue.len() - before;
+        drop(queue);
+        self.unfinished.fetch_add(added, Ordering::Relaxed);
+        self.ready.add_permits(added);
+    }
+
+    /// How many jobs no worker has taken yet.
+    pub(crate) fn waiting(&self) -> usize {
+        self.lock().len()
+    }
+
+    /// How many jobs are in the queue or with a worker.
+    pub(crate) fn unfinished(&self) -> usize {
+        self.unfinished.load(Ordering::Relaxed)
+    }
+
+    /// So many results were taken in.
+    pub(crate) fn finished(&self, count: usize) {
+        self.unfinished.fetch_sub(count, Ordering::Relaxed);
+    }
+
+    /// Takes jobs back that no worker has taken yet and that `keep` does not want.
+    pub(crate) fn take_back(&self, mut keep: impl FnMut(&Job) -> bool) -> Vec<(Source, i64)> {
+        // A permit whose job is gone lets a worker find an empty queue and wait again.
+        let mut taken = Vec::new();
+        self.lock().retain(|job| {
+            let kept = keep(job);
+            if !kept {
+                taken.push(job.place());
+            }
+            kept
+        });
+        self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
+        taken
+    }
+
+    /// While paused, nothing is taken from the queue; what runs goes on.
+    pub(crate) fn pause(&self, paused: bool) {
+        if self.paused.swap(paused, Ordering::AcqRel) && !paused {
+            self.resumed.notify_waiters();
+        }
+    }
+
+    pub(crate) fn set_margin(&self, margin: Duration) {
+        self.margin.store(usize::try_from(margin.as_millis()).unwrap_or(usize::MAX), Ordering::Relaxed);
+    }
+
+    fn margin(&self) -> Duration {
+        Duration::from_millis(self.margin.load(Ordering::Relaxed) as u64)
+    }
+
+    /// The next jobs, at least one and at most `most`.
+    async fn next(&self, most: usize) -> Option<Vec<Job>> {
         loop {
             self.ready.acquire().await.ok()?.forget();
-            if let Some(job) = self.lock().pop_front() {
-                return Some(job);
+            self.until_resumed().await;
+            let mut queue = self.lock();
+            let count = queue.len().min(most);
+            if count == 0 {
+                continue;
             }
+            let jobs: Vec<Job> = queue.drain(..count).collect();
+            drop(queue);
+            if let Ok(more) = self.ready.try_acquire_many(count as u32 - 1) {
+                more.forget();
+            }
+            return Some(jobs);
+        }
+    }
+
+    async fn until_resumed(&self) {
+        loop {
+            let resumed = self.resumed.notified();
+            if !self.paused.load(Ordering::Acquire) {
+                return;
+            }
+            resumed.await;
         }
     }
 
     /// Nothing panics while it holds the lock, and a queue of jobs is whole between any two calls.
     fn lock(&self) -> MutexGuard<'_, VecDeque<Job>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-async fn handle<T, C, H, F>(raw: RawMessage, timeout: Option<Duration>, handler: &Arc<H>) -> Outcome
-where
-    C: Codec<T>,
-    H: Fn(Message<T>) -> F,
-    F: Future<Output: IntoOutcome>,
-{
-    let message = match decode::<T, C>(raw) {
-        Ok(message) => message,
-        Err(reason) => return Outcome::Dead(reason),
-    };
-    // The call itself may panic as well as the future it makes.
-    let run = AssertUnwindSafe(async { handler(message).await.into_outcome() }).catch_unwind();
-    let ended = match timeout {
-        None => run.await,
-        Some(limit) => match tokio::time::timeout(limit, run).await {
-            Ok(ended) => ended,
-            Err(_) => return Outcome::Retry(format!("the handler took longer than {limit:?}")),
-        },
-    };
-    ended.unwrap_or_else(|panic| {
-        Outcome::Retry(format!("the handler panicked: {}", panic_text(&*panic)))
-    })
-}
-
-/// A codec is the user's code, too, and may panic.
-fn decode<T, C: Codec<T>>(raw: RawMessage) -> Result<Message<T>, String> {
-    match std::panic::catch_unwind(AssertUnwindSafe(|| raw.decode::<T, C>())) {
-        Ok(decoded) => decoded,
-        Err(panic) => Err(format!("decoding the payload panicked: {}", panic_text(&*panic))),
-    }
-}
-
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
-    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
-        (Some(text), _) => text,
-        (_, Some(text)) => text,
-        _ => "no text",
     }
 }

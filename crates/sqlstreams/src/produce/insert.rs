@@ -61,6 +61,7 @@ pub(crate) async fn insert_unchecked(
                 if let Some(last) = ids.last() {
                     partitions::look_after(stream, *last);
                 }
+                stream.ring();
                 return Ok(ids);
             }
             Err(Failure::OutOfPartitions(_)) if made_room < 3 => {

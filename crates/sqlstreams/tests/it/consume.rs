@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sqlstreams::{Message, Outcome, RetryPolicy};
+use sqlstreams::{Delivery, Outcome, RetryPolicy};
 
 use crate::support::{client, count, numbers};
 
@@ -18,7 +18,7 @@ async fn clean_messages_leave_one_cursor_row() {
     let consumed = stream
         .group("g")
         .consumer()
-        .run_until_caught_up(move |message: Message<u64>| {
+        .until_caught_up().run(move |message: Delivery<u64>| {
             *log.lock().unwrap().entry(message.payload).or_default() += 1;
             async {}
         })
@@ -45,8 +45,8 @@ async fn failures_retry_die_and_come_back_by_redrive() {
     let stream = numbers(&client, "failing", 1_000).await;
     let policy =
         RetryPolicy::attempts(3).backoff(Duration::from_millis(5), 1.0, Duration::from_millis(5));
-    let handler = |message: Message<u64>| async move {
-        match (message.payload % 100, message.attempt) {
+    let handler = |message: Delivery<u64>| async move {
+        match (message.payload % 100, message.attempt()) {
             (7, _) => Err("always".to_owned()),
             (8, 1) => Err("once".to_owned()),
             (9, _) => Ok(Outcome::Dead("on purpose".into())),
@@ -55,7 +55,7 @@ async fn failures_retry_die_and_come_back_by_redrive() {
         }
     };
     let consumed =
-        stream.group("g").retry(policy).consumer().run_until_caught_up(handler).await.unwrap();
+        stream.group("g").retry(policy).consumer().until_caught_up().run(handler).await.unwrap();
     assert_eq!(consumed.handled, 980);
     assert_eq!(consumed.dead_at_once, 10);
     assert_eq!(
@@ -69,7 +69,7 @@ async fn failures_retry_die_and_come_back_by_redrive() {
     assert_eq!((dead[0].attempts, dead[0].last_error.as_deref()), (3, Some("always")));
     assert_eq!(group.redrive(None, 1000).await.unwrap().len(), 20);
     assert!(group.redrive(None, 1000).await.unwrap().is_empty());
-    let consumed = group.consumer().run_until_caught_up(async |_| {}).await.unwrap();
+    let consumed = group.consumer().until_caught_up().run(async |_| {}).await.unwrap();
     assert_eq!(consumed.handled, 20);
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
 }
@@ -84,14 +84,14 @@ async fn retries_do_not_wait_for_the_end_of_a_backlog() {
     let first_deliveries = Arc::new(AtomicU64::new(0));
     let before_first_retry = Arc::new(AtomicU64::new(u64::MAX));
     let (seen, mark) = (first_deliveries.clone(), before_first_retry.clone());
-    let handler = move |message: Message<u64>| {
-        match message.attempt {
+    let handler = move |message: Delivery<u64>| {
+        match message.attempt() {
             1 => seen.fetch_add(1, Ordering::Relaxed),
             _ => mark.fetch_min(seen.load(Ordering::Relaxed), Ordering::Relaxed),
         };
         async move {
             tokio::time::sleep(Duration::from_millis(1)).await;
-            if message.attempt == 1 && message.payload.is_multiple_of(20) {
+            if message.attempt() == 1 && message.payload.is_multiple_of(20) {
                 Err("once")
             } else {
                 Ok(())
@@ -99,7 +99,7 @@ async fn retries_do_not_wait_for_the_end_of_a_backlog() {
         }
     };
     let group = stream.group("g").retry(policy);
-    group.consumer().concurrency(8).run_until_caught_up(handler).await.unwrap();
+    group.consumer().concurrency(8).until_caught_up().run(handler).await.unwrap();
     assert_eq!(first_deliveries.load(Ordering::Relaxed), MESSAGES);
     let before = before_first_retry.load(Ordering::Relaxed);
     assert!(before < MESSAGES / 2, "{before} messages were delivered before the first retry");

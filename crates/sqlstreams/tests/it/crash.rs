@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sqlstreams::{CancellationToken, Client, Message};
+use sqlstreams::{CancellationToken, Client, Delivery};
 use sqlstreams_dev::Cluster;
 
 use crate::support::{connect, count};
@@ -23,7 +23,7 @@ async fn tb_138_nothing_acknowledged_is_lost_when_the_server_is_killed() {
     let log = handled.clone();
     let group = stream.group("g").lease(Duration::from_secs(2)).create().await.unwrap();
     let consumer =
-        tokio::spawn(group.consumer().stop_on(stop.clone()).run(move |message: Message<u64>| {
+        tokio::spawn(group.consumer().stop_on(stop.clone()).run(move |message: Delivery<u64>| {
             *log.lock().unwrap().entry(message.id).or_default() += 1;
             async {}
         }));

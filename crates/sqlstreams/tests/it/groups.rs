@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sqlstreams::{Message, Outcome, RetryPolicy};
+use sqlstreams::{Delivery, Outcome, RetryPolicy};
 
 use crate::plain::{Plain, create_group, installed};
 use crate::support::{client, connect, count, database, numbers};
@@ -76,7 +76,7 @@ async fn tb_093_groups_in_trouble_and_one_that_is_not() {
             let group = stream.group(name).retry(policy).create().await.unwrap();
             let consume = || {
                 let runs = runs.clone();
-                group.consumer().run_until_caught_up(move |message: Message<u64>| {
+                group.consumer().until_caught_up().run(move |message: Delivery<u64>| {
                     *runs.lock().unwrap().entry((name, message.payload)).or_default() += 1;
                     let outcome = match message.payload % 10 {
                         n if n == bad => Outcome::Retry("always".into()),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use sqlstreams::{Client, Message, RetryPolicy};
+use sqlstreams::{Client, Delivery, RetryPolicy};
 
 use crate::plain::installed;
 use crate::support::{connect, count, database, numbers};
@@ -72,10 +72,10 @@ async fn tb_140_the_crate_works_where_serializable_is_the_default() {
     let handled = Arc::new(AtomicU32::new(0));
     let consumers = (0..3).map(|_| {
         let handled = handled.clone();
-        group.consumer().run_until_caught_up(move |message: Message<u64>| {
+        group.consumer().until_caught_up().run(move |message: Delivery<u64>| {
             let handled = handled.clone();
             async move {
-                match (message.payload % 100, message.attempt) {
+                match (message.payload % 100, message.attempt()) {
                     (0, _) => return Err("always"),
                     (1, 1) => return Err("once"),
                     _ => handled.fetch_add(1, Ordering::SeqCst),
@@ -89,7 +89,7 @@ async fn tb_140_the_crate_works_where_serializable_is_the_default() {
     }
     assert_eq!(handled.load(Ordering::SeqCst), 2_970);
     assert_eq!(group.redrive(None, 100).await.unwrap().len(), 30);
-    let consumed = group.consumer().run_until_caught_up(async |_: Message<u64>| {}).await.unwrap();
+    let consumed = group.consumer().until_caught_up().run(async |_: Delivery<u64>| {}).await.unwrap();
     assert_eq!(consumed.handled, 30);
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
 }

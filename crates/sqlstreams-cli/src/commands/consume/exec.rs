@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use sqlstreams::{MAX_ERROR_BYTES, Message, Outcome};
+use sqlstreams::{MAX_ERROR_BYTES, Delivery, Outcome};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStderr, ChildStdin};
 
@@ -85,7 +85,7 @@ impl Command {
         }
     }
 
-    pub(super) async fn handle(self, message: Message<Vec<u8>>) -> Outcome {
+    pub(super) async fn handle(self, message: Delivery<Vec<u8>>) -> Outcome {
         let shared = &self.inner.shared;
         let child = match self.spawn(&message) {
             Ok(child) => child,
@@ -105,18 +105,18 @@ impl Command {
         if outcome == Outcome::Done {
             shared.count();
         } else {
-            tracing::info!(id = message.id, attempt = message.attempt, ?outcome, "not handled");
+            tracing::info!(id = message.id, attempt = message.attempt(), ?outcome, "not handled");
         }
         outcome
     }
 
-    fn spawn(&self, message: &Message<Vec<u8>>) -> io::Result<Child> {
+    fn spawn(&self, message: &Delivery<Vec<u8>>) -> io::Result<Child> {
         let inner = &*self.inner;
         let mut command = tokio::process::Command::new(&inner.program);
         command
             .args(&inner.args)
             .env("SQLSTREAMS_ID", message.id.to_string())
-            .env("SQLSTREAMS_ATTEMPT", message.attempt.to_string())
+            .env("SQLSTREAMS_ATTEMPT", message.attempt().to_string())
             .env("SQLSTREAMS_STREAM", &inner.stream)
             .env("SQLSTREAMS_GROUP", &inner.group)
             .stdin(Stdio::piped())

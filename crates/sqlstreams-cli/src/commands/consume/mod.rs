@@ -198,7 +198,7 @@ async fn consume(
         let command = exec::Command::new(command, stream.name(), &args.group, shared.clone());
         let handler = move |message| command.clone().handle(message);
         return match caught_up {
-            true => consumer.run_until_caught_up(handler).await,
+            true => consumer.until_caught_up().run(handler).await,
             false => consumer.run(handler).await,
         };
     }
@@ -206,7 +206,7 @@ async fn consume(
     let printer = print::Printer::start(json, shared.clone());
     let handler = move |message| printer.clone().handle(message);
     match caught_up {
-        true => consumer.run_until_caught_up(handler).await,
+        true => consumer.until_caught_up().run(handler).await,
         false => consumer.run(handler).await,
     }
 }

@@ -9,7 +9,7 @@ use std::sync::mpsc;
 use std::thread;
 
 use serde_json::json;
-use sqlstreams::{Message, Outcome, PayloadType};
+use sqlstreams::{Delivery, Outcome, PayloadType};
 use tokio::sync::oneshot;
 
 use super::Shared;
@@ -41,11 +41,11 @@ impl Printer {
         Self { lines, json, shared }
     }
 
-    pub(super) async fn handle(self, message: Message<Vec<u8>>) -> Outcome {
+    pub(super) async fn handle(self, message: Delivery<Vec<u8>>) -> Outcome {
         let text = match self.json {
             Some(payload_type) => as_json(&message, payload_type),
             None => {
-                let mut text = message.payload;
+                let mut text = message.into_payload();
                 text.push(b'\n');
                 text
             }
@@ -102,14 +102,14 @@ fn write_all(mut out: impl Write, waiting: &mpsc::Receiver<Line>) {
     }
 }
 
-fn as_json(message: &Message<Vec<u8>>, payload_type: PayloadType) -> Vec<u8> {
+fn as_json(message: &Delivery<Vec<u8>>, payload_type: PayloadType) -> Vec<u8> {
     let about = json!({
         "id": message.id,
         "key": message.key,
         "routing_key": message.routing_key,
         "headers": message.headers,
         "produced_at": time(message.produced_at),
-        "attempt": message.attempt,
+        "attempt": message.attempt(),
     });
     let mut line = about.to_string().into_bytes();
     // The payload goes in as it is; a value in between would respell its numbers.

@@ -1,0 +1,93 @@
+-- Settling in the handler's own transaction: its writes and the settlement commit together, so effects in this database
+-- happen exactly once.
+--
+-- It leaves a row in consumer_done_<n>, and never touches the cursor or a lease, on which all handlers would wait for each
+-- other's commits. The order is what makes it safe: first the row, and in a later statement the look whether the message is
+-- still the caller's. Whoever takes a lease over changes its token first and reads the rows afterwards (take_done), so a
+-- handler that lost its lease either sees that, or its row is found: by the one who takes over, or by the next handler
+-- of that message, whose own row conflicts with it.
+
+-- Settles messages that are held under p_token in the caller's transaction, which must be READ COMMITTED. Call it last, and
+-- claim nothing in that transaction. p_exceptions: p_token proves claimed exceptions, not a lease.
+--
+-- SQ008: the lease was lost. SQ009: some were settled before; see unsettled. Both leave nothing to do but to roll back.
+CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    g       consumer_group;
+    pending int8multirange;
+    wanted  int := (SELECT count(DISTINCT i) FROM unnest(p_ids) AS i);
+    hits    int;
+BEGIN
+    PERFORM require_read_committed();
+    g := require_group(p_stream, p_group);
+    IF NOT g.transactional THEN
+        RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)
+            USING ERRCODE = 'SQ004', HINT = 'Say so first: alter_group(…, p_transactional => true).';
+    END IF;
+    EXECUTE format('INSERT INTO %I (group_id, message_id) SELECT $1, id FROM (SELECT DISTINCT id FROM unnest($2) AS id ORDER BY id) AS u ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream)
+        USING p_group, p_ids;
+    GET DIAGNOSTICS hits = ROW_COUNT;
+    IF hits < wanted THEN
+        RAISE EXCEPTION 'settled before: % of % messages', wanted - hits, wanted
+            USING ERRCODE = 'SQ009', HINT = 'Roll back: their effects are there already.';
+    END IF;
+
+    IF p_exceptions THEN
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3', 'exception_queue_' || p_stream)
+            USING p_group, p_ids, p_token;
+        GET DIAGNOSTICS hits = ROW_COUNT;
+        -- The row of the exception was the message's one place; with it gone nobody can be handed the message any more.
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, p_ids;
+    ELSE
+        pending := lease_pending(p_stream, p_group, p_token);
+        hits := (SELECT count(DISTINCT i) FROM unnest(p_ids) AS i WHERE pending @> i);
+    END IF;
+    IF hits < wanted THEN
+        RAISE EXCEPTION 'the lease was lost before the messages were settled'
+            USING ERRCODE = 'SQ008', HINT = 'Roll back: another consumer handles them.';
+    END IF;
+END $$;
+
+-- Which of these messages still have to be handled by whoever holds them under p_token, for a caller that does not know
+-- whether its transaction has committed. Waits for transactions that are settling one of them right now. What it leaves out
+-- was settled, or is not the caller's any more.
+CREATE OR REPLACE FUNCTION unsettled(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false) RETURNS bigint[]
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    id   bigint;
+    open bigint[] := '{}';
+    hits int;
+BEGIN
+    PERFORM require_read_committed();
+    PERFORM require_group(p_stream, p_group);
+    IF p_exceptions THEN
+        EXECUTE format('SELECT array_agg(message_id) FROM (SELECT message_id FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3 ORDER BY message_id FOR UPDATE) AS x', 'exception_queue_' || p_stream)
+            INTO open USING p_group, p_ids, p_token;
+        RETURN coalesce(open, '{}');
+    END IF;
+    FOR id IN SELECT DISTINCT i FROM unnest(p_ids) AS i ORDER BY i LOOP
+        -- A row of the same key is what makes an insert wait for another's commit.
+        EXECUTE format('INSERT INTO %I (group_id, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream) USING p_group, id;
+        GET DIAGNOSTICS hits = ROW_COUNT;
+        IF hits > 0 THEN
+            open := open || id;
+            EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = $2', 'consumer_done_' || p_stream) USING p_group, id;
+        END IF;
+    END LOOP;
+    RETURN ARRAY(SELECT i FROM unnest(open) AS i WHERE lease_pending(p_stream, p_group, p_token) @> i);
+END $$;
+
+-- Takes the rows of p_ids away and returns the ids that had one. The caller has locked the lease that held them, in an
+-- earlier statement, and takes them out of its pending now.
+CREATE OR REPLACE FUNCTION take_done(p_stream bigint, p_group bigint, p_ids int8multirange) RETURNS int8multirange
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    taken int8multirange;
+BEGIN
+    EXECUTE format(
+        'WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND message_id >= lower($2) AND message_id < upper($2) AND $2 @> message_id RETURNING message_id)
+         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM gone', 'consumer_done_' || p_stream)
+        INTO taken USING p_group, p_ids;
+    RETURN taken;
+END $$;

@@ -1,0 +1,1 @@
+SELECT {schema}.alter_stream($1, $2)

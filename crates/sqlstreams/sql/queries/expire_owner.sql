@@ -1,0 +1,1 @@
+SELECT {schema}.expire_owner($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.is_owner($1, $2)

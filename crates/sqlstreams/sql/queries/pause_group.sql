@@ -1,0 +1,1 @@
+SELECT {schema}.pause_group($1, $2)

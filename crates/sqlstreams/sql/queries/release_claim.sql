@@ -1,0 +1,1 @@
+SELECT {schema}.release_claim($1, $2, $3)

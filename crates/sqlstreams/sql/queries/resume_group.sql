@@ -1,0 +1,1 @@
+SELECT {schema}.resume_group($1, $2)

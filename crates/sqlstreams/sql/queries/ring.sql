@@ -1,0 +1,1 @@
+SELECT {schema}.ring($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.unsettled($1, $2, $3, $4, $5)

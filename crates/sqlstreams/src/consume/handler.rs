@@ -1,0 +1,274 @@
+//! Running handlers: decode, call, catch panics and timeouts, commit; whatever kind of handler it is.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use tokio_util::sync::CancellationToken;
+
+use super::delivery::{Context, Deadline, Delivery, Names};
+use super::held::Source;
+use super::protocol::Protocol;
+use super::transaction::{Committed, Open, Transaction};
+use super::workers::{Finished, Job};
+use crate::error::{Error, Result};
+use crate::message::{Message, RawMessage};
+use crate::outcome::{IntoOutcome, IntoOutcomes, Outcome, Verdict};
+use crate::payload::Codec;
+use crate::wake::jittered;
+
+/// The pause after a transaction could not be begun, growing from the first to the second.
+const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+
+type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Handles the jobs it is given together, and says how each ended.
+pub(crate) type Runner = Arc<dyn Fn(Vec<Job>) -> BoxFuture<Vec<Finished>> + Send + Sync>;
+
+/// A handler of any kind: one outcome for each delivery.
+pub(crate) type Handler<T> =
+    Arc<dyn Fn(Vec<Delivery<T>>, Option<Transaction>) -> BoxFuture<Vec<Outcome>> + Send + Sync>;
+
+pub(crate) fn single<T, H, F>(handler: H) -> Handler<T>
+where
+    T: Send + 'static,
+    H: Fn(Delivery<T>) -> F + Send + Sync + 'static,
+    F: Future<Output: IntoOutcome> + Send + 'static,
+{
+    Arc::new(move |mut deliveries, _| match deliveries.pop() {
+        Some(delivery) => {
+            let run = handler(delivery);
+            Box::pin(async move { vec![run.await.into_outcome()] })
+        }
+        None => Box::pin(async { Vec::new() }),
+    })
+}
+
+pub(crate) fn batch<T, H, F>(handler: H) -> Handler<T>
+where
+    T: Send + 'static,
+    H: Fn(Vec<Delivery<T>>) -> F + Send + Sync + 'static,
+    F: Future<Output: IntoOutcomes> + Send + 'static,
+{
+    Arc::new(move |deliveries, _| {
+        let count = deliveries.len();
+        let run = handler(deliveries);
+        Box::pin(async move { run.await.into_outcomes(count) })
+    })
+}
+
+pub(crate) fn transactional<T, H, F>(handler: H) -> Handler<T>
+where
+    T: Send + 'static,
+    H: Fn(Delivery<T>, Transaction) -> F + Send + Sync + 'static,
+    F: Future<Output: IntoOutcome> + Send + 'static,
+{
+    Arc::new(move |mut deliveries, transaction| match (deliveries.pop(), transaction) {
+        (Some(delivery), Some(transaction)) => {
+            let run = handler(delivery, transaction);
+            Box::pin(async move { vec![run.await.into_outcome()] })
+        }
+        _ => Box::pin(async { Vec::new() }),
+    })
+}
+
+pub(crate) fn transactional_batch<T, H, F>(handler: H) -> Handler<T>
+where
+    T: Send + 'static,
+    H: Fn(Vec<Delivery<T>>, Transaction) -> F + Send + Sync + 'static,
+    F: Future<Output: IntoOutcomes> + Send + 'static,
+{
+    Arc::new(move |deliveries, transaction| match transaction {
+        Some(transaction) => {
+            let count = deliveries.len();
+            let run = handler(deliveries, transaction);
+            Box::pin(async move { run.await.into_outcomes(count) })
+        }
+        None => Box::pin(async { Vec::new() }),
+    })
+}
+
+/// What all runs of a consumer's handler have in common.
+struct Run<T> {
+    protocol: Protocol,
+    names: Arc<Names>,
+    timeout: Option<Duration>,
+    transactional: bool,
+    handler: Handler<T>,
+}
+
+/// The runner for a handler of `T`s that are read by codec `C`.
+pub(crate) fn runner<T, C>(
+    protocol: Protocol,
+    names: Names,
+    timeout: Option<Duration>,
+    transactional: bool,
+    handler: Handler<T>,
+) -> Runner
+where
+    T: Send + 'static,
+    C: Codec<T>,
+{
+    let run = Arc::new(Run { protocol, names: Arc::new(names), timeout, transactional, handler });
+    Arc::new(move |jobs| {
+        let run = run.clone();
+        Box::pin(async move { run.run::<C>(jobs).await })
+    })
+}
+
+impl<T: Send + 'static> Run<T> {
+    async fn run<C: Codec<T>>(&self, jobs: Vec<Job>) -> Vec<Finished> {
+        let deadline = self.timeout.map(|limit| Arc::new(Deadline::new(Instant::now() + limit)));
+        let mut finished = Vec::with_capacity(jobs.len());
+        let mut running = Vec::with_capacity(jobs.len());
+        let mut deliveries = Vec::with_capacity(jobs.len());
+        // They may come from several leases; a batch goes on as long as one of them does.
+        let over = jobs.first().map(|job| job.over.clone()).unwrap_or_default();
+        for Job { source, message, history, over } in jobs {
+            let id = message.id;
+            match decode::<T, C>(message) {
+                Ok(message) => {
+                    let context = Context::new(self.names.clone(), history, over, deadline.clone());
+                    deliveries.push(Delivery::new(message, context));
+                    running.push((source, id));
+                }
+                Err(reason) => {
+                    finished.push(Finished { source, id, verdict: Outcome::Dead(reason).into() });
+                }
+            }
+        }
+        if running.is_empty() {
+            return finished;
+        }
+        let verdicts = match self.transactional {
+            false => {
+                let outcomes = self.call(deliveries, None, deadline).await;
+                outcomes.into_iter().map(Verdict::from).collect()
+            }
+            true => self.call_in_transaction(deliveries, &running, deadline, &over).await,
+        };
+        finished.extend(
+            running
+                .into_iter()
+                .zip(verdicts)
+                .map(|((source, id), verdict)| Finished { source, id, verdict }),
+        );
+        finished
+    }
+
+    /// One outcome for each delivery, whatever the handler does.
+    async fn call(
+        &self,
+        deliveries: Vec<Delivery<T>>,
+        transaction: Option<Transaction>,
+        deadline: Option<Arc<Deadline>>,
+    ) -> Vec<Outcome> {
+        let count = deliveries.len();
+        // The call itself may panic as well as the future it makes.
+        let run = AssertUnwindSafe(async { (self.handler)(deliveries, transaction).await });
+        let run = run.catch_unwind();
+        let ended = match &deadline {
+            None => run.await,
+            Some(deadline) => tokio::select! {
+                biased;
+                ended = run => ended,
+                () = deadline.passed() => {
+                    return vec![Outcome::Retry("the handler took longer than its timeout".to_owned()); count];
+                }
+            },
+        };
+        ended.unwrap_or_else(|panic| {
+            let error = format!("the handler panicked: {}", panic_text(&*panic));
+            vec![Outcome::Retry(error); count]
+        })
+    }
+
+    /// A transaction, as soon as there is a connection; `None` when the messages are not ours any more before that.
+    async fn begin(&self, over: &CancellationToken) -> Result<Option<Open>> {
+        let mut pause = TROUBLE.0;
+        loop {
+            match Open::begin(&self.protocol).await {
+                Err(error) if error.is_retryable() => {
+                    tracing::debug!(error = &error as &dyn std::error::Error, "no transaction for a handler");
+                }
+                begun => return begun.map(Some),
+            }
+            tokio::select! {
+                () = over.cancelled() => return Ok(None),
+                () = tokio::time::sleep(jittered(pause)) => {}
+            }
+            pause = (pause * 2).min(TROUBLE.1);
+        }
+    }
+
+    async fn call_in_transaction(
+        &self,
+        deliveries: Vec<Delivery<T>>,
+        running: &[(Source, i64)],
+        deadline: Option<Arc<Deadline>>,
+        over: &CancellationToken,
+    ) -> Vec<Verdict> {
+        let all = |verdict: Verdict| vec![verdict; running.len()];
+        let open = match self.begin(over).await {
+            Ok(Some(open)) => open,
+            Ok(None) => return all(Verdict::cancelled()),
+            Err(error) => return all(Outcome::Retry(error.to_string()).into()),
+        };
+        let outcomes = self.call(deliveries, open.transaction(), deadline).await;
+        let handled = || running.iter().zip(&outcomes).filter(|(_, o)| **o == Outcome::Done);
+        if handled().next().is_none() {
+            open.roll_back().await;
+            return outcomes.into_iter().map(Verdict::from).collect();
+        }
+        let mut messages: Vec<(Source, Vec<i64>)> = Vec::new();
+        for ((source, id), _) in handled() {
+            match messages.iter_mut().find(|(s, _)| s == source) {
+                Some((_, ids)) => ids.push(*id),
+                None => messages.push((*source, vec![*id])),
+            }
+        }
+        let committed = open.commit(&self.protocol, &messages, over).await;
+        running
+            .iter()
+            .zip(outcomes)
+            .map(|((_, id), outcome)| match (&committed, outcome) {
+                (Committed::Yes, Outcome::Done) => Verdict::settled(),
+                (Committed::Unsettled(ids), Outcome::Done) if !ids.contains(id) => Verdict::settled(),
+                // As if it had not been run: at once, without counting an attempt.
+                (Committed::Unsettled(_), Outcome::Done) => Outcome::Delay(Duration::ZERO).into(),
+                (Committed::Lost, _) => Verdict::cancelled(),
+                (Committed::No(error), Outcome::Done) => {
+                    Outcome::Retry(format!("{error}{}", with_source(error))).into()
+                }
+                (_, outcome) => outcome.into(),
+            })
+            .collect()
+    }
+}
+
+/// What the server said, where that is more than the error itself says.
+fn with_source(error: &Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => format!(": {source}"),
+        None => String::new(),
+    }
+}
+
+/// A codec is the user's code, too, and may panic.
+fn decode<T, C: Codec<T>>(raw: RawMessage) -> Result<Message<T>, String> {
+    match std::panic::catch_unwind(AssertUnwindSafe(|| raw.decode::<T, C>())) {
+        Ok(decoded) => decoded,
+        Err(panic) => Err(format!("decoding the payload panicked: {}", panic_text(&*panic))),
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
+    match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
+        (Some(text), _) => text,
+        (_, Some(text)) => text,
+        _ => "no text",
+    }
+}

@@ -1,0 +1,74 @@
+//! The producers' side of wake-ups: a ring after the commit, on a connection of its own, for all streams at once.
+//!
+//! Nobody waits for it, and nothing depends on it.
+
+use std::collections::BTreeSet;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio_postgres::types::ToSql;
+
+use crate::client::{BOOKKEEPING, Client, transact};
+use crate::error::{Error, Result};
+
+/// Rings are at least so far apart: who rings meanwhile is part of the next.
+const APART: Duration = Duration::from_millis(3);
+/// Of the time, no more than one part in so many is spent ringing.
+const SHARE: u32 = 10;
+
+#[derive(Debug, Default)]
+pub(crate) struct Bell {
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Streams to ring for.
+    streams: BTreeSet<i64>,
+    ringing: bool,
+}
+
+impl Bell {
+    /// Rings for a stream soon.
+    pub(crate) fn ring(client: &Client, stream: i64) {
+        let bell = &client.inner.bell;
+        let mut state = bell.lock();
+        state.streams.insert(stream);
+        if !std::mem::replace(&mut state.ringing, true) {
+            client.inner.background.handle().spawn(ring_all(client.clone()));
+        }
+    }
+
+    /// The streams to ring for now; when there are none, the task that asks ends.
+    fn take(&self) -> Option<Vec<i64>> {
+        let mut state = self.lock();
+        let streams: Vec<i64> = std::mem::take(&mut state.streams).into_iter().collect();
+        state.ringing = !streams.is_empty();
+        state.ringing.then_some(streams)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Rings until there is nobody to ring for. A task by itself, that lives no longer than there is something to do.
+async fn ring_all(client: Client) {
+    while let Some(streams) = client.inner.bell.take() {
+        let started = Instant::now();
+        if let Err(error) = ring(&client, &streams).await {
+            tracing::debug!(error = &error as &dyn std::error::Error, "could not ring for consumers");
+        }
+        tokio::time::sleep(APART.max(started.elapsed() * SHARE)).await;
+    }
+}
+
+async fn ring(client: &Client, streams: &[i64]) -> Result<()> {
+    let doing = "wake consumers";
+    let connection = client.connection(doing).await?;
+    let params: [&(dyn ToSql + Sync); 1] = [&streams];
+    transact(&connection, BOOKKEEPING, &client.inner.queries.ring, &params)
+        .await
+        .map_err(|e| Error::from_driver(e, doing))?;
+    Ok(())
+}

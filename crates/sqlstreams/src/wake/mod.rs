@@ -1,0 +1,17 @@
+//! How consumers learn that there is something to do, and that another consumer has died.
+//!
+//! Polling is the truth: one statement per process looks at all the groups it consumes, often while they are busy and about
+//! once a second while they are not. Notifications only make it look at once: producers ring after their commit.
+//!
+//! ```text
+//!   producers ── bell.rs ──► NOTIFY ──► session.rs ──► watcher.rs ──► the coordinators of the groups
+//!                                    (one connection      (looks, and judges
+//!                                      per client)          dead owners)
+//! ```
+
+mod bell;
+mod session;
+mod watcher;
+
+pub(crate) use self::bell::Bell;
+pub(crate) use self::watcher::{Seen, Watch, Watcher, jittered};

@@ -1,0 +1,213 @@
+//! The client's own connection, beside the pool: it listens, carries the lock that shows the process alive, and is used for
+//! what must not wait for a pool that others use up: looks and heartbeats.
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use deadpool_postgres::Object;
+use futures_util::future::poll_fn;
+use tokio::sync::Notify;
+use tokio::time::timeout;
+use tokio_postgres::AsyncMessage;
+use tokio_postgres::types::ToSql;
+use tokio_postgres::{Client as PgClient, Row};
+
+use crate::client::{Client, run, transact};
+use crate::connect::Driver;
+use crate::error::{Error, ErrorKind, Result};
+use crate::queries::Query;
+
+/// How long the server may take for an answer on this connection, on which only small things are asked.
+const ANSWER: Duration = Duration::from_secs(5);
+/// How long the look at the own lock may take.
+const PROOF: Duration = Duration::from_secs(2);
+/// How long a process must have held its lock before it may judge others.
+const SETTLED: Duration = Duration::from_secs(5);
+
+/// What keeps a session of ours alive and tells of its end early. Not every platform and transport has all of them.
+const SETTINGS: &[&str] = &[
+    "SET idle_session_timeout = 0",
+    "SET idle_in_transaction_session_timeout = 0",
+    "SET statement_timeout = 0",
+    "SET client_connection_check_interval = '500ms'",
+    "SET tcp_keepalives_idle = 10",
+    "SET tcp_keepalives_interval = 3",
+    "SET tcp_keepalives_count = 3",
+    "SET tcp_user_timeout = '20s'",
+];
+
+/// The streams that were rung for and not looked at yet.
+#[derive(Debug, Default)]
+pub(crate) struct Rung {
+    streams: Mutex<BTreeSet<i64>>,
+    pub(crate) news: Notify,
+}
+
+impl Rung {
+    pub(crate) fn ring(&self, stream: i64) {
+        self.lock().insert(stream);
+        self.news.notify_one();
+    }
+
+    pub(crate) fn take(&self) -> BTreeSet<i64> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<i64>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A process as others see it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Life {
+    /// The number whose lock the session holds.
+    pub(crate) owner: i64,
+    since: Instant,
+}
+
+impl Life {
+    /// Whether it has lasted long enough to judge others.
+    pub(crate) fn may_judge(&self) -> bool {
+        self.since.elapsed() >= SETTLED
+    }
+}
+
+/// An open connection.
+#[derive(Debug)]
+pub(crate) struct Session {
+    connection: PgClient,
+    /// `None` behind a transaction pooler, where neither a lock nor a LISTEN lasts.
+    pub(crate) life: Option<Life>,
+    broken: Arc<AtomicBool>,
+}
+
+impl Session {
+    /// Connects. With `listen` it listens and takes a lock, as far as it proves to be a session of its own.
+    pub(crate) async fn open(client: &Client, listen: bool, rung: &Arc<Rung>) -> Result<Self> {
+        let inner = &client.inner;
+        let (connection, driver) = inner
+            .connector
+            .open()
+            .await
+            .map_err(|e| Error::from_connect(e, &inner.target))?;
+        let broken = Arc::new(AtomicBool::new(false));
+        tokio::spawn(drive(driver, rung.clone(), broken.clone()));
+        let mut session = Self { connection, life: None, broken };
+        if listen {
+            session.life = session.prove(client).await?;
+        }
+        Ok(session)
+    }
+
+    /// Takes the lock and listens, and looks whether that lasts.
+    async fn prove(&self, client: &Client) -> Result<Option<Life>> {
+        let queries = &client.inner.queries;
+        let doing = "listen for messages";
+        let rows = self.answer(run(&self.connection, &queries.become_owner, &[]), doing).await?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        let (owner, backend): (i64, i32) = (row.get(0), row.get(1));
+        let listen = format!("LISTEN {}", row.get::<_, &str>(2));
+        self.answer(self.connection.batch_execute(&listen), doing).await?;
+
+        // A transaction pooler gives an idle server connection away as soon as somebody else wants one.
+        let other = client.connection(doing).await?;
+        let begun = self.answer(other.batch_execute("BEGIN"), doing).await;
+        let mut ours = begun.is_ok();
+        for _ in 0..2 {
+            let params: [&(dyn ToSql + Sync); 2] = [&owner, &backend];
+            let is_owner = run(&self.connection, &queries.is_owner, &params);
+            // No answer: the pooler has only the one connection, which `other` holds.
+            ours &= match timeout(PROOF, is_owner).await {
+                Ok(Ok(rows)) => rows.first().is_some_and(|row| row.get(0)),
+                Ok(Err(_)) | Err(_) => false,
+            };
+        }
+        if self.answer(other.batch_execute("ROLLBACK"), doing).await.is_err() {
+            drop(Object::take(other));
+        }
+        begun?;
+        if !ours {
+            tracing::info!("the connection is pooled by transaction: no notifications, messages are found by polling");
+            // Best effort: wherever it is, the lock belongs to nobody.
+            let undo = format!("UNLISTEN *; SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = {backend}");
+            let _ = timeout(ANSWER, self.connection.batch_execute(&undo)).await;
+            return Ok(None);
+        }
+        for setting in SETTINGS {
+            if let Err(error) = self.answer(self.connection.batch_execute(setting), doing).await {
+                if error.kind() == ErrorKind::Connection {
+                    return Err(error);
+                }
+                tracing::debug!(setting, %error, "not available here");
+            }
+        }
+        Ok(Some(Life { owner, since: Instant::now() }))
+    }
+
+    /// One statement by itself, for those that only read.
+    pub(crate) async fn read(
+        &self,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Vec<Row>> {
+        self.answer(run(&self.connection, query, params), doing).await
+    }
+
+    /// One statement in a transaction of its own.
+    pub(crate) async fn transact(
+        &self,
+        begin: &str,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Vec<Row>> {
+        self.answer(transact(&self.connection, begin, query, params), doing).await
+    }
+
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// Waits for the answer, not for ever; what does not answer, or cannot be written to, is of no use any more.
+    async fn answer<T>(
+        &self,
+        call: impl Future<Output = Result<T, tokio_postgres::Error>>,
+        doing: &str,
+    ) -> Result<T> {
+        let error = match timeout(ANSWER, call).await {
+            Ok(Ok(answer)) => return Ok(answer),
+            Ok(Err(error)) => Error::from_driver(error, doing),
+            Err(_) => Error::no_answer(doing, ANSWER),
+        };
+        if error.is_of_connection() {
+            self.broken.store(true, Ordering::Release);
+        }
+        Err(error)
+    }
+}
+
+/// Moves the bytes, and tells of rings.
+async fn drive(mut driver: Driver, rung: Arc<Rung>, broken: Arc<AtomicBool>) {
+    loop {
+        match poll_fn(|cx| driver.poll_message(cx)).await {
+            Some(Ok(AsyncMessage::Notification(ring))) => {
+                // The payload is a stream's id; what is not one comes from somebody else.
+                if let Ok(stream) = ring.payload().parse() {
+                    rung.ring(stream);
+                }
+            }
+            Some(Ok(_)) => {}
+            Some(Err(error)) => {
+                tracing::info!(error = &error as &dyn std::error::Error, "lost the listener's connection");
+                break;
+            }
+            None => break,
+        }
+    }
+    broken.store(true, Ordering::Release);
+    rung.news.notify_one();
+}
