@@ -176,14 +176,20 @@ impl Error {
     pub(crate) fn no_answer(doing: &str, waited: Duration) -> Self {
         Self::new(
             ErrorKind::Connection,
-            format!("the server did not answer within {} s when asked to {doing}", waited.as_secs()),
+            format!(
+                "the server did not answer within {} s when asked to {doing}",
+                waited.as_secs()
+            ),
         )
         .with_hint("Look whether the server, or the network to it, hangs.")
     }
 
     pub(crate) fn kept_transaction() -> Self {
-        Self::new(ErrorKind::InvalidArgument, "the handler kept its transaction; it was rolled back")
-            .with_hint("Drop it, and whatever uses it, before the handler returns.")
+        Self::new(
+            ErrorKind::InvalidArgument,
+            "the handler kept its transaction; it was rolled back",
+        )
+        .with_hint("Drop it, and whatever uses it, before the handler returns.")
     }
 
     /// Whether one message may be the reason: its payload is more than the server can store or hand out.

@@ -331,10 +331,14 @@ impl<T, C> GroupBuilder<T, C> {
         let max_in_flight = match self.max_in_flight.map(i32::try_from) {
             None => None,
             Some(Ok(messages)) => Some(messages),
-            Some(Err(_)) => return out_of_range("max_in_flight is 1 to 2147483647, or 0 for no limit"),
+            Some(Err(_)) => {
+                return out_of_range("max_in_flight is 1 to 2147483647, or 0 for no limit");
+            }
         };
         if self.rate_limit.is_some_and(|rate| !(0.0..=1e9).contains(&rate)) {
-            return out_of_range("rate_limit is up to 1000000000 messages per second, or 0 for no limit");
+            return out_of_range(
+                "rate_limit is up to 1000000000 messages per second, or 0 for no limit",
+            );
         }
         Ok(Settings {
             lease: self.lease.map(|lease| lease.as_secs_f64()),

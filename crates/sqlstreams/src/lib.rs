@@ -89,7 +89,8 @@ mod wake;
 pub use client::{Client, ClientBuilder};
 pub use connect::{Dsn, DsnError};
 pub use consume::{
-    Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot, Transaction,
+    Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot,
+    Transaction,
 };
 pub use dead::Exception;
 pub use error::{Error, ErrorKind, Result};

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use sqlstreams::{
-    CancellationToken, Group as ConsumerGroup, Delivery, IntoOutcome, Outgoing, Stream,
+    CancellationToken, Delivery, Group as ConsumerGroup, IntoOutcome, Outgoing, Stream,
 };
 use tokio::task::JoinSet;
 

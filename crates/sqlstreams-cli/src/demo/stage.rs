@@ -4,7 +4,7 @@ use std::future::{Future, Ready, ready};
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use sqlstreams::{Group, Delivery, Outcome, Stream};
+use sqlstreams::{Delivery, Group, Outcome, Stream};
 use tokio::task::JoinSet;
 
 use super::bars::Bars;

@@ -27,7 +27,8 @@ use crate::wake::{Seen, Watch, jittered};
 /// How long news wait for more of them.
 const NEWS: Duration = Duration::from_millis(20);
 /// The pause after a failed call, growing from the first to the second.
-pub(super) const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+pub(super) const TROUBLE: (Duration, Duration) =
+    (Duration::from_millis(100), Duration::from_secs(5));
 /// The most exceptions claimed at once.
 const MOST_EXCEPTIONS: usize = 500;
 
@@ -231,7 +232,8 @@ impl Coordinator {
                     partitions::look_after(&self.protocol.stream, last);
                 }
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
-                let short = last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
+                let short =
+                    last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
                 if short {
                     self.seen.fresh = false;
                 }
@@ -503,9 +505,7 @@ impl Coordinator {
 
     /// News wait a moment for company, unless there is nothing else to do, or others wait for them.
     fn news_are_due(&self, now: Instant) -> bool {
-        self.limited
-            || self.queue.unfinished() == 0
-            || self.news_due.is_some_and(|due| now >= due)
+        self.limited || self.queue.unfinished() == 0 || self.news_due.is_some_and(|due| now >= due)
     }
 
     /// Leases were lost: what of them has not started shall not.
@@ -523,7 +523,8 @@ impl Coordinator {
     async fn is_caught_up(&mut self, goal: Option<i64>) -> Result<bool> {
         let Some(goal) = goal else { return Ok(false) };
         let looks = self.watch.looks();
-        if looks == self.asked_at || self.seen != Seen::default() || !self.holding.lock().is_empty() {
+        if looks == self.asked_at || self.seen != Seen::default() || !self.holding.lock().is_empty()
+        {
             return Ok(false);
         }
         self.asked_at = looks;
@@ -571,7 +572,8 @@ impl Coordinator {
         self.health.update(|health| {
             (health.held, health.in_flight, health.abandoned) = (held, in_flight, abandoned);
             (health.consumed, health.listening) = (self.consumed, listening);
-            if matches!(health.activity, Activity::Starting | Activity::Claiming | Activity::Paused) {
+            if matches!(health.activity, Activity::Starting | Activity::Claiming | Activity::Paused)
+            {
                 health.activity = if paused { Activity::Paused } else { Activity::Claiming };
             }
         });

@@ -151,10 +151,11 @@ impl<T: Send + 'static> Run<T> {
             true => self.call_in_transaction(deliveries, &running, deadline, &over).await,
         };
         finished.extend(
-            running
-                .into_iter()
-                .zip(verdicts)
-                .map(|((source, id), verdict)| Finished { source, id, verdict }),
+            running.into_iter().zip(verdicts).map(|((source, id), verdict)| Finished {
+                source,
+                id,
+                verdict,
+            }),
         );
         finished
     }
@@ -192,7 +193,10 @@ impl<T: Send + 'static> Run<T> {
         loop {
             match Open::begin(&self.protocol).await {
                 Err(error) if error.is_retryable() => {
-                    tracing::debug!(error = &error as &dyn std::error::Error, "no transaction for a handler");
+                    tracing::debug!(
+                        error = &error as &dyn std::error::Error,
+                        "no transaction for a handler"
+                    );
                 }
                 begun => return begun.map(Some),
             }
@@ -236,7 +240,9 @@ impl<T: Send + 'static> Run<T> {
             .zip(outcomes)
             .map(|((_, id), outcome)| match (&committed, outcome) {
                 (Committed::Yes, Outcome::Done) => Verdict::settled(),
-                (Committed::Unsettled(ids), Outcome::Done) if !ids.contains(id) => Verdict::settled(),
+                (Committed::Unsettled(ids), Outcome::Done) if !ids.contains(id) => {
+                    Verdict::settled()
+                }
                 // As if it had not been run: at once, without counting an attempt.
                 (Committed::Unsettled(_), Outcome::Done) => Outcome::Delay(Duration::ZERO).into(),
                 (Committed::Lost, _) => Verdict::cancelled(),

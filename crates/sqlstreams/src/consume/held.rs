@@ -123,7 +123,8 @@ impl Lease {
 
     /// Something of it ended that the server has not heard of.
     fn has_any_news(&self) -> bool {
-        !self.failed.is_empty() || !self.pending.below_without(self.fetched_to, &self.open).is_empty()
+        !self.failed.is_empty()
+            || !self.pending.below_without(self.fetched_to, &self.open).is_empty()
     }
 }
 
@@ -339,7 +340,9 @@ impl Held {
 
     /// The reports of leases with news.
     pub(crate) fn news(&self, all: bool) -> Vec<LeaseReport> {
-        in_order(self.leases.values().filter(|l| l.is_news(all)).map(|l| l.report(true, MOST_RANGES)))
+        in_order(
+            self.leases.values().filter(|l| l.is_news(all)).map(|l| l.report(true, MOST_RANGES)),
+        )
     }
 
     /// How far every lease is, without the failures: for a heartbeat.
@@ -443,7 +446,11 @@ impl Held {
 
     /// When the next term has to be taken for over.
     pub(crate) fn next_lapse(&self) -> Option<Instant> {
-        self.terms().filter(|term| !term.is_over()).map(|term| term.until).min().map(|until| until - self.margin())
+        self.terms()
+            .filter(|term| !term.is_over())
+            .map(|term| term.until)
+            .min()
+            .map(|until| until - self.margin())
     }
 
     /// Ends the terms that nobody has extended in time; returns how many.
@@ -469,7 +476,6 @@ impl Held {
     pub(crate) fn is_empty(&self) -> bool {
         self.leases.is_empty() && self.exceptions.is_empty() && self.settled.is_empty()
     }
-
 }
 
 /// By seq: whoever locks leases does so in that order.
@@ -489,7 +495,12 @@ mod tests {
     fn held(range: std::ops::Range<i64>, ids: &[i64], more: bool) -> (Held, Uuid) {
         let (mut held, token) = (Held::default(), Uuid::new_v4());
         held.claimed(
-            Claimed { seq: 1, token, pending: IdSet::range(range.start, range.end), lease_duration: LEASE },
+            Claimed {
+                seq: 1,
+                token,
+                pending: IdSet::range(range.start, range.end),
+                lease_duration: LEASE,
+            },
             Instant::now(),
         );
         held.fetched(token, ids.iter().copied(), more);

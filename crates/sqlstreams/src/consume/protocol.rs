@@ -323,8 +323,14 @@ impl Protocol {
     }
 
     /// Which of these messages still have to be handled, after a transaction that was to settle them ended unknown.
-    pub(crate) async fn unsettled(&self, token: Uuid, ids: &[i64], exceptions: bool) -> Result<Vec<i64>> {
-        let params: [&(dyn ToSql + Sync); 5] = [&self.stream.id, &self.group, &token, &ids, &exceptions];
+    pub(crate) async fn unsettled(
+        &self,
+        token: Uuid,
+        ids: &[i64],
+        exceptions: bool,
+    ) -> Result<Vec<i64>> {
+        let params: [&(dyn ToSql + Sync); 5] =
+            [&self.stream.id, &self.group, &token, &ids, &exceptions];
         let unsettled = &self.stream.client.inner.queries.unsettled;
         let rows = self.rows(unsettled, &params, "look what was settled").await?;
         Ok(one(rows, "look what was settled")?.get(0))

@@ -33,7 +33,8 @@ where
     let runtime = Handle::current();
     let health = settings.health.clone();
     let client = group.client().clone();
-    let consuming = client.inner.background.handle().spawn(consume(group, settings, handler, runtime));
+    let consuming =
+        client.inner.background.handle().spawn(consume(group, settings, handler, runtime));
     // Dropped with this future, it ends.
     let ended = AbortOnDropHandle::new(consuming).await;
     health.update(|health| health.activity = Activity::Stopped);
@@ -112,7 +113,9 @@ async fn try_open<T, C: Codec<T>>(
         group.allow_transactions().await?;
     }
     let goal = match settings.until_caught_up {
-        true => Some(Protocol { stream: group.stream.inner.clone(), group: group.id }.head().await?),
+        true => {
+            Some(Protocol { stream: group.stream.inner.clone(), group: group.id }.head().await?)
+        }
         false => None,
     };
     Ok((group, goal))

@@ -82,7 +82,12 @@ impl Open {
     }
 
     /// Settles messages that came from one source each and commits.
-    pub(crate) async fn commit(mut self, protocol: &Protocol, messages: &[(Source, Vec<i64>)], over: &CancellationToken) -> Committed {
+    pub(crate) async fn commit(
+        mut self,
+        protocol: &Protocol,
+        messages: &[(Source, Vec<i64>)],
+        over: &CancellationToken,
+    ) -> Committed {
         // A handler that has kept the transaction may be writing to it still.
         if self.connection.as_ref().is_none_or(|shared| Arc::strong_count(shared) > 1) {
             self.roll_back().await;
@@ -109,7 +114,10 @@ impl Open {
                 }
                 _ => {
                     drop(self);
-                    tracing::info!(error = &error as &dyn std::error::Error, "a handler's commit got no answer; looking what became of it");
+                    tracing::info!(
+                        error = &error as &dyn std::error::Error,
+                        "a handler's commit got no answer; looking what became of it"
+                    );
                     look(protocol, messages, over).await
                 }
             },
@@ -117,7 +125,11 @@ impl Open {
     }
 
     /// In one write: a settle that fails makes the commit a rollback.
-    async fn settle_and_commit(&self, protocol: &Protocol, messages: &[(Source, Vec<i64>)]) -> Result<()> {
+    async fn settle_and_commit(
+        &self,
+        protocol: &Protocol,
+        messages: &[(Source, Vec<i64>)],
+    ) -> Result<()> {
         let doing = "commit a handler's transaction";
         let Some(connection) = &self.connection else { return Ok(()) };
         let settle = &protocol.stream.client.inner.queries.settle_in_transaction;
@@ -128,7 +140,12 @@ impl Open {
             };
             for (source, ids) in others {
                 let (token, exceptions) = proof(*source);
-                run(connection, settle, &[&protocol.stream.id, &protocol.group, &token, ids, &exceptions]).await?;
+                run(
+                    connection,
+                    settle,
+                    &[&protocol.stream.id, &protocol.group, &token, ids, &exceptions],
+                )
+                .await?;
             }
             let (token, exceptions) = proof(last.0);
             let params: [&(dyn ToSql + Sync); 5] =
@@ -168,7 +185,11 @@ impl Drop for Open {
 }
 
 /// What became of messages whose commit got no answer, until that is known or the messages are not ours any more.
-async fn look(protocol: &Protocol, messages: &[(Source, Vec<i64>)], over: &CancellationToken) -> Committed {
+async fn look(
+    protocol: &Protocol,
+    messages: &[(Source, Vec<i64>)],
+    over: &CancellationToken,
+) -> Committed {
     let mut pause = AGAIN.0;
     loop {
         let mut unsettled = Ok(Vec::new());
@@ -184,7 +205,10 @@ async fn look(protocol: &Protocol, messages: &[(Source, Vec<i64>)], over: &Cance
             Ok(ids) if ids.is_empty() => return Committed::Yes,
             Ok(ids) => return Committed::Unsettled(ids),
             Err(error) => {
-                tracing::debug!(error = &error as &dyn std::error::Error, "could not look what was settled")
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "could not look what was settled"
+                )
             }
         }
         tokio::select! {

@@ -196,7 +196,8 @@ impl Queue {
     }
 
     pub(crate) fn set_margin(&self, margin: Duration) {
-        self.margin.store(usize::try_from(margin.as_millis()).unwrap_or(usize::MAX), Ordering::Relaxed);
+        self.margin
+            .store(usize::try_from(margin.as_millis()).unwrap_or(usize::MAX), Ordering::Relaxed);
     }
 
     fn margin(&self) -> Duration {

@@ -57,7 +57,10 @@ async fn ring_all(client: Client) {
     while let Some(streams) = client.inner.bell.take() {
         let started = Instant::now();
         if let Err(error) = ring(&client, &streams).await {
-            tracing::debug!(error = &error as &dyn std::error::Error, "could not ring for consumers");
+            tracing::debug!(
+                error = &error as &dyn std::error::Error,
+                "could not ring for consumers"
+            );
         }
         tokio::time::sleep(APART.max(started.elapsed() * SHARE)).await;
     }

@@ -88,11 +88,8 @@ impl Session {
     /// Connects. With `listen` it listens and takes a lock, as far as it proves to be a session of its own.
     pub(crate) async fn open(client: &Client, listen: bool, rung: &Arc<Rung>) -> Result<Self> {
         let inner = &client.inner;
-        let (connection, driver) = inner
-            .connector
-            .open()
-            .await
-            .map_err(|e| Error::from_connect(e, &inner.target))?;
+        let (connection, driver) =
+            inner.connector.open().await.map_err(|e| Error::from_connect(e, &inner.target))?;
         let broken = Arc::new(AtomicBool::new(false));
         tokio::spawn(drive(driver, rung.clone(), broken.clone()));
         let mut session = Self { connection, life: None, broken };
@@ -130,9 +127,13 @@ impl Session {
         }
         begun?;
         if !ours {
-            tracing::info!("the connection is pooled by transaction: no notifications, messages are found by polling");
+            tracing::info!(
+                "the connection is pooled by transaction: no notifications, messages are found by polling"
+            );
             // Best effort: wherever it is, the lock belongs to nobody.
-            let undo = format!("UNLISTEN *; SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = {backend}");
+            let undo = format!(
+                "UNLISTEN *; SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = {backend}"
+            );
             let _ = timeout(ANSWER, self.connection.batch_execute(&undo)).await;
             return Ok(None);
         }
@@ -202,7 +203,10 @@ async fn drive(mut driver: Driver, rung: Arc<Rung>, broken: Arc<AtomicBool>) {
             }
             Some(Ok(_)) => {}
             Some(Err(error)) => {
-                tracing::info!(error = &error as &dyn std::error::Error, "lost the listener's connection");
+                tracing::info!(
+                    error = &error as &dyn std::error::Error,
+                    "lost the listener's connection"
+                );
                 break;
             }
             None => break,

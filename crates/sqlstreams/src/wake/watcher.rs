@@ -276,7 +276,9 @@ async fn supervise(client: Client) {
         match AssertUnwindSafe(Looking::new(&client).run()).catch_unwind().await {
             Ok(()) => return,
             Err(_) => {
-                tracing::error!("the task that looks for messages has panicked; it is started again");
+                tracing::error!(
+                    "the task that looks for messages has panicked; it is started again"
+                );
                 client.inner.watcher.end_session().await;
                 tokio::time::sleep(TROUBLE.1).await;
             }
@@ -366,7 +368,7 @@ impl<'a> Looking<'a> {
         }
         let now = Instant::now();
         let watched = self.watcher.watched();
-        let next = watched.iter().map(|group| group.state().due()).min();
+        let next = watched.iter().map(|group| group.state().due(now)).min();
         match next {
             Some(next) if next.max(self.rested) <= now => self.look(&watched, now).await,
             _ => {
@@ -424,7 +426,8 @@ impl<'a> Looking<'a> {
             }
         }
         let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let params: [&(dyn ToSql + Sync); 6] = [&streams, &groups, &known, &due_from, &full, &judge];
+        let params: [&(dyn ToSql + Sync); 6] =
+            [&streams, &groups, &known, &due_from, &full, &judge];
         let looks = self.ask(&params).await?;
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
@@ -448,7 +451,12 @@ impl<'a> Looking<'a> {
         for owner in look.iter().flat_map(|look| &look.missing) {
             let since = *self.missing.entry(*owner).or_insert(now);
             if now.duration_since(since) >= MISSING {
-                tracing::warn!(stream = group.stream, group = group.group, owner, "a consumer has died; its leases are taken over");
+                tracing::warn!(
+                    stream = group.stream,
+                    group = group.group,
+                    owner,
+                    "a consumer has died; its leases are taken over"
+                );
                 seen.lapsed |= self.expire(group, *owner).await?;
             } else {
                 verdict = verdict.max(Some(since + MISSING));
@@ -470,7 +478,8 @@ impl<'a> Looking<'a> {
             // Exactly when there is something to see, where that is known.
             let known = look.and_then(|look| look.next_due).map(|due| now + due);
             let next = now + jittered(state.pace);
-            state.next = [known, verdict].into_iter().flatten().fold(next, Instant::min).max(now + PACE.0);
+            state.next =
+                [known, verdict].into_iter().flatten().fold(next, Instant::min).max(now + PACE.0);
         }
         let tell = full || seen != Seen::default() || was_paused != state.paused;
         drop(state);
@@ -484,7 +493,10 @@ impl<'a> Looking<'a> {
         let doing = "look for messages";
         let session = self.watcher.session.lock().await;
         let Some(session) = session.as_ref() else {
-            return Err(Error::new(ErrorKind::Connection, "there is no connection to look for messages"));
+            return Err(Error::new(
+                ErrorKind::Connection,
+                "there is no connection to look for messages",
+            ));
         };
         let rows = session.read(&self.client.inner.queries.watch, params, doing).await?;
         Ok(rows
@@ -492,10 +504,17 @@ impl<'a> Looking<'a> {
             .map(|row| Look {
                 group: row.get(0),
                 gone: row.get(1),
-                seen: Seen { fresh: row.get(2), lapsed: row.get(3), due: row.get(4), suspect: row.get(5) },
+                seen: Seen {
+                    fresh: row.get(2),
+                    lapsed: row.get(3),
+                    due: row.get(4),
+                    suspect: row.get(5),
+                },
                 paused: row.get(6),
                 claimed: row.get(7),
-                next_due: row.get::<_, Option<i64>>(8).map(|ms| Duration::from_millis(u64::try_from(ms).unwrap_or_default() + 1)),
+                next_due: row
+                    .get::<_, Option<i64>>(8)
+                    .map(|ms| Duration::from_millis(u64::try_from(ms).unwrap_or_default() + 1)),
                 others: row.get::<_, Option<Vec<i64>>>(9).is_some_and(|owners| !owners.is_empty()),
                 missing: row.get(10),
             })
@@ -505,7 +524,11 @@ impl<'a> Looking<'a> {
     async fn expire(&self, group: &Group, owner: i64) -> Result<bool> {
         let params: [&(dyn ToSql + Sync); 3] = [&group.stream, &group.group, &owner];
         let expire = &self.client.inner.queries.expire_owner;
-        match self.watcher.transact(BOOKKEEPING, expire, &params, "take over from a dead consumer").await {
+        match self
+            .watcher
+            .transact(BOOKKEEPING, expire, &params, "take over from a dead consumer")
+            .await
+        {
             Some(rows) => Ok(rows?.first().is_some_and(|row| row.get(0))),
             None => Ok(false),
         }
@@ -513,8 +536,9 @@ impl<'a> Looking<'a> {
 }
 
 impl State {
-    fn due(&self) -> Instant {
-        if self.rung { Instant::now() } else { self.next }
+    /// When it is to be looked at.
+    fn due(&self, now: Instant) -> Instant {
+        if self.rung { now.min(self.next) } else { self.next }
     }
 }
 

@@ -18,7 +18,8 @@ async fn clean_messages_leave_one_cursor_row() {
     let consumed = stream
         .group("g")
         .consumer()
-        .until_caught_up().run(move |message: Delivery<u64>| {
+        .until_caught_up()
+        .run(move |message: Delivery<u64>| {
             *log.lock().unwrap().entry(message.payload).or_default() += 1;
             async {}
         })

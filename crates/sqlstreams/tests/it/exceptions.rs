@@ -292,8 +292,12 @@ async fn suspects_are_drained_one_after_the_other_without_pauses() {
         plain.expire_leases().await;
     }
     let started = std::time::Instant::now();
-    let consumed =
-        group.consumer().until_caught_up().run(async |_: sqlstreams::Delivery<u64>| {}).await.unwrap();
+    let consumed = group
+        .consumer()
+        .until_caught_up()
+        .run(async |_: sqlstreams::Delivery<u64>| {})
+        .await
+        .unwrap();
     assert_eq!(consumed.handled, 300);
     println!("300 suspects in {:?}", started.elapsed());
     assert!(started.elapsed().as_secs() < 20, "{:?} for 300 suspects", started.elapsed());

@@ -89,7 +89,8 @@ async fn tb_140_the_crate_works_where_serializable_is_the_default() {
     }
     assert_eq!(handled.load(Ordering::SeqCst), 2_970);
     assert_eq!(group.redrive(None, 100).await.unwrap().len(), 30);
-    let consumed = group.consumer().until_caught_up().run(async |_: Delivery<u64>| {}).await.unwrap();
+    let consumed =
+        group.consumer().until_caught_up().run(async |_: Delivery<u64>| {}).await.unwrap();
     assert_eq!(consumed.handled, 30);
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
 }

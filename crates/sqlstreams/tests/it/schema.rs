@@ -1,7 +1,7 @@
 //! Installing: odd schema names, many at once, versions that do not fit, names that do not exist.
 
 use futures_util::future::join_all;
-use sqlstreams::{Client, ErrorKind, Delivery, RetryPolicy};
+use sqlstreams::{Client, Delivery, ErrorKind, RetryPolicy};
 
 use crate::support::{connect, count, database, numbers};
 
@@ -15,9 +15,8 @@ async fn any_name_will_do_for_a_schema() {
         let group = stream.group("g'\"{stream}").retry(once).create().await.unwrap();
         let consumed = group
             .consumer()
-            .until_caught_up().run(
-                async |m: Delivery<u64>| if m.payload == 7 { Err("no") } else { Ok(()) },
-            )
+            .until_caught_up()
+            .run(async |m: Delivery<u64>| if m.payload == 7 { Err("no") } else { Ok(()) })
             .await;
         let consumed = consumed.unwrap_or_else(|e| panic!("schema {name:?}: {e:?}"));
         assert_eq!(consumed.handled, 499, "schema {name:?}");

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
-use sqlstreams::{MAX_ERROR_BYTES, Delivery, Outcome};
+use sqlstreams::{Delivery, MAX_ERROR_BYTES, Outcome};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStderr, ChildStdin};
 
