@@ -107,6 +107,11 @@ impl Client {
         self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing, &self.inner.target))
     }
 
+    /// Closes the idle connections: what broke one has probably broken the others.
+    pub(crate) fn forget_idle_connections(&self) {
+        self.inner.pool.retain(|_, _| false);
+    }
+
     /// One statement in a transaction of its own: READ COMMITTED whatever the default is. Takes as long as it takes.
     pub(crate) async fn query(
         &self,
@@ -136,7 +141,7 @@ impl Client {
     }
 }
 
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+pub(crate) const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// Begin, a statement and commit, in one write.
 pub(crate) async fn transact(

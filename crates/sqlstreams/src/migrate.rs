@@ -38,6 +38,7 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/exceptions.sql"),
     include_str!("../sql/functions/dead.sql"),
     include_str!("../sql/functions/payload.sql"),
+    include_str!("../sql/functions/commit.sql"),
     include_str!("../sql/functions/views.sql"),
 ];
 

@@ -52,6 +52,8 @@ queries! {
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
         ensure_partitions: [INT8, INT4],
+        current_transaction: [],
+        resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL],
         create_stream: [TEXT, TEXT, INT8],
         drop_stream: [INT8],
         find_stream: [TEXT],
