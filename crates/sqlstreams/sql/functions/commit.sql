@@ -16,12 +16,14 @@ EXCEPTION WHEN invalid_parameter_value THEN
 END $$;
 
 -- Ends the session p_pid if it is the one that p_xid runs in: its client is gone. Without the privilege to, it goes on.
+-- So does one that waits for a synchronous standby: ended, it would count as stored before the standby has it.
 CREATE OR REPLACE FUNCTION terminate_transaction(p_xid xid8, p_pid int) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     IF EXISTS (SELECT FROM pg_locks
                WHERE locktype = 'transactionid' AND transactionid = p_xid::xid AND pid = p_pid
-                 AND mode = 'ExclusiveLock' AND granted) THEN
+                 AND mode = 'ExclusiveLock' AND granted)
+       AND NOT EXISTS (SELECT FROM pg_stat_activity WHERE pid = p_pid AND wait_event = 'SyncRep') THEN
         PERFORM pg_terminate_backend(p_pid);
     END IF;
 EXCEPTION WHEN insufficient_privilege THEN

@@ -13,13 +13,34 @@ use tokio_postgres::Client as Db;
 use crate::proxy::{Cut, Place, Proxy};
 use crate::support::{connect, count, database};
 
-/// A stream whose connections go through a proxy, and a plain connection that does not.
+/// An empty stream whose connections go through a proxy, and a plain connection that does not.
 async fn through_proxy() -> (Proxy, Stream<u64>, Db) {
-    let url = database().await;
-    let proxy = Proxy::start(&url).await;
+    stream_through_proxy(&database().await).await
+}
+
+async fn stream_through_proxy(url: &str) -> (Proxy, Stream<u64>, Db) {
+    let proxy = Proxy::start(url).await;
     let client = Client::connect(&proxy.url).await.unwrap();
     let stream = client.stream("numbers").partition_size(1000).create().await.unwrap();
-    (proxy, stream, connect(&url).await)
+
+    // The first message has the partitions looked after, on the side. Wait for that, lest it be what is cut.
+    let (tell, mut looked_after) = tokio::sync::mpsc::unbounded_channel();
+    let mut upkeep = None;
+    proxy.set(move |statement| {
+        if statement.sql.contains("ensure_partitions") {
+            upkeep = Some(statement.pid);
+        } else if statement.sql == "COMMIT" && upkeep == Some(statement.pid) {
+            tell.send(()).unwrap();
+            upkeep = None;
+        }
+        None
+    });
+    stream.producer().send(&0).await.unwrap();
+    looked_after.recv().await.unwrap();
+    proxy.set(|_| None);
+    let db = connect(url).await;
+    db.batch_execute("DELETE FROM sqlstreams.message_log_1").await.unwrap();
+    (proxy, stream, db)
 }
 
 /// What the log holds, by id.
@@ -116,8 +137,8 @@ async fn connections_cut_at_random_points_lose_nothing_and_repeat_nothing() {
     let seed = fastrand::u64(..);
     println!("seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
-    proxy.set(move |sql| {
-        let odds = match sql {
+    proxy.set(move |statement| {
+        let odds = match statement.sql {
             "COMMIT" => 0.25,
             sql if sql.contains("INSERT") => 0.1,
             _ => 0.03,
@@ -170,25 +191,21 @@ async fn one_cut_at_each_point_is_not_even_noticed() {
 async fn a_commit_that_hangs_is_waited_for() {
     let (proxy, stream, db) = through_proxy().await;
     let producer = stream.producer();
-    let first = producer.send(&1).await.unwrap();
     // The server's process stands still while COMMIT is on its way to it and its client goes away.
-    let sql = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
-    let pids: Vec<i32> = db.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
-    assert!(!pids.is_empty());
-    let mut left = pids.clone();
-    proxy.set(move |sql| {
-        (sql == "COMMIT" && !left.is_empty()).then(|| {
-            left.drain(..).for_each(|pid| signal(pid, "STOP"));
-            Cut::Close(Place::Sent)
-        })
+    let (tell, stopped) = std::sync::mpsc::channel();
+    let mut tell = Some(tell);
+    proxy.set(move |statement| {
+        let tell = tell.take_if(|_| statement.sql == "COMMIT")?;
+        signal(statement.pid, "STOP");
+        tell.send(statement.pid).unwrap();
+        Some(Cut::Close(Place::Sent))
     });
     let sending = tokio::spawn(async move { producer.send(&2).await });
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert!(!sending.is_finished(), "nobody can know yet");
-    assert_eq!(proxy.cuts(), 1);
-    pids.iter().for_each(|pid| signal(*pid, "CONT"));
-    let second = sending.await.unwrap().unwrap();
-    assert_eq!(stored(&db).await, BTreeMap::from([(first.id, 1), (second.id, 2)]));
+    signal(stopped.recv().unwrap(), "CONT");
+    let receipt = sending.await.unwrap().unwrap();
+    assert_eq!(stored(&db).await, BTreeMap::from([(receipt.id, 2)]));
 }
 
 fn signal(pid: i32, name: &str) {
@@ -229,6 +246,36 @@ async fn a_commit_that_hangs_for_long_is_ended() {
     db.batch_execute("SELECT pg_advisory_unlock(1)").await.unwrap();
     let receipt = sending.await.unwrap().unwrap();
     assert_eq!(stored(&db).await, BTreeMap::from([(receipt.id, 1)]));
+}
+
+/// One that only waits for a synchronous standby is let be: stored means that the standby has it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_commit_that_waits_for_a_standby_is_not_ended() {
+    let start = || Cluster::builder().durable(true).start().unwrap();
+    let cluster = tokio::task::spawn_blocking(start).await.unwrap();
+    let (proxy, stream, db) = stream_through_proxy(&cluster.url("postgres")).await;
+    for sql in ["ALTER SYSTEM SET synchronous_standby_names = 'none'", "SELECT pg_reload_conf()"] {
+        db.batch_execute(sql).await.unwrap();
+    }
+    while count(&db, "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'").await
+        == 0
+    {
+        // Until the servers' processes have read the setting.
+        let probe = connect(&cluster.url("postgres")).await;
+        tokio::spawn(async move { probe.batch_execute("CREATE TABLE IF NOT EXISTS t ()").await });
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    proxy.cut_next("COMMIT", Cut::Close(Place::Sent));
+    let producer = stream.producer();
+    let sending = tokio::spawn(async move { producer.send(&1).await });
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    assert_eq!((proxy.cuts(), sending.is_finished()), (1, false));
+    for sql in ["ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()"] {
+        db.batch_execute(sql).await.unwrap();
+    }
+    let receipt = sending.await.unwrap().unwrap();
+    assert_eq!(stored(&db).await, BTreeMap::from([(receipt.id, 1)]));
+    tokio::task::spawn_blocking(move || drop(cluster)).await.unwrap();
 }
 
 /// Neither end learns that the packets vanish: the client waits 15 s for its answer, then ends the open transaction.
@@ -323,16 +370,18 @@ async fn a_dropped_send_leaves_no_transaction_open() {
     let producer = stream.producer();
     let first = producer.send_all([Outgoing::new(&1)]).await.unwrap()[0];
     db.batch_execute("BEGIN; LOCK TABLE sqlstreams.message_log_1").await.unwrap();
-    let limit = Duration::from_millis(200);
+    // More often than the pool has connections.
     for _ in 0..20 {
-        // More than the pool has connections.
-        let dropped = tokio::time::timeout(limit / 10, producer.send_all([Outgoing::new(&2)]));
-        assert!(dropped.await.is_err());
+        let sending = producer.send_all([Outgoing::new(&2)]);
+        assert!(tokio::time::timeout(Duration::from_millis(50), sending).await.is_err());
     }
     db.batch_execute("COMMIT").await.unwrap();
-    let third = producer.send_all([Outgoing::new(&3)]).await.unwrap()[0];
+    let third = producer.send_all([Outgoing::new(&3)]);
+    let third = tokio::time::timeout(Duration::from_secs(20), third).await.unwrap().unwrap()[0];
     let open = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND xact_start IS NOT NULL AND pid <> pg_backend_pid()";
+    let started = Instant::now();
     while count(&db, open).await > 0 {
+        assert!(started.elapsed() < Duration::from_secs(20), "a transaction is still open");
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert_eq!(stored(&db).await, BTreeMap::from([(first.id, 1), (third.id, 3)]));

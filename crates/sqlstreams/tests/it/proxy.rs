@@ -39,7 +39,15 @@ impl Cut {
     }
 }
 
-type Rule = Box<dyn FnMut(&str) -> Option<Cut> + Send>;
+/// A statement on its way to the server.
+#[derive(Debug, Clone, Copy)]
+pub struct Statement<'a> {
+    pub sql: &'a str,
+    /// The process that serves the connection.
+    pub pid: i32,
+}
+
+type Rule = Box<dyn FnMut(Statement<'_>) -> Option<Cut> + Send>;
 
 /// Dropped, it closes all connections.
 pub struct Proxy {
@@ -70,15 +78,15 @@ impl Proxy {
     }
 
     /// From now on asks `rule` about each statement that passes.
-    pub fn set(&self, rule: impl FnMut(&str) -> Option<Cut> + Send + 'static) {
+    pub fn set(&self, rule: impl FnMut(Statement<'_>) -> Option<Cut> + Send + 'static) {
         *self.shared.rule.lock().unwrap() = Box::new(rule);
     }
 
     /// Cuts once: at the next statement that has this word in it.
     pub fn cut_next(&self, word: &'static str, cut: Cut) {
         let mut armed = Some(cut);
-        self.set(move |sql| {
-            let mut words = sql.split(|c: char| !c.is_alphanumeric() && c != '_');
+        self.set(move |statement| {
+            let mut words = statement.sql.split(|c: char| !c.is_alphanumeric() && c != '_');
             words.any(|w| w == word).then(|| armed.take()).flatten()
         });
     }
@@ -119,7 +127,8 @@ async fn serve(client: TcpStream, upstream: u16, shared: Arc<Shared>) -> std::io
         to_client,
         server: Reader::new(from_server),
         to_server,
-        // The start-up ends with the first.
+        pid: 0,
+        // The start-up is answered as one.
         asked: 1,
         answered: 0,
         shared,
@@ -143,6 +152,7 @@ struct Conversation {
     to_client: OwnedWriteHalf,
     server: Reader<OwnedReadHalf>,
     to_server: OwnedWriteHalf,
+    pid: i32,
     /// Requests and finished answers: each request is answered by one ReadyForQuery.
     asked: usize,
     answered: usize,
@@ -173,8 +183,9 @@ impl Conversation {
             tokio::select! {
                 message = self.client.message() => {
                     let Some(message) = message? else { return Ok(None) };
-                    if let (Some(sql), None) = (statement(&message), pending) {
-                        let cut = (self.shared.rule.lock().unwrap())(sql);
+                    if let (Some(sql), None) = (text(&message), pending) {
+                        let statement = Statement { sql, pid: self.pid };
+                        let cut = (self.shared.rule.lock().unwrap())(statement);
                         if let Some(cut) = cut {
                             self.shared.cuts.fetch_add(1, Ordering::SeqCst);
                             if cut.place() == Place::Before {
@@ -194,6 +205,10 @@ impl Conversation {
                 }
                 message = self.server.message() => {
                     let Some(message) = message? else { return Ok(None) };
+                    // BackendKeyData.
+                    if message[0] == b'K' {
+                        self.pid = number(&message[5..9]);
+                    }
                     let ready = message[0] == b'Z';
                     match &mut pending {
                         Some((cut, turn, passed)) if *turn == self.answered => {
@@ -217,7 +232,7 @@ impl Conversation {
 }
 
 /// The text of a Query or Parse message.
-fn statement(message: &[u8]) -> Option<&str> {
+fn text(message: &[u8]) -> Option<&str> {
     let body = &message[5..];
     let text = match message[0] {
         b'Q' => body,
