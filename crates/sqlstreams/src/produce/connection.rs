@@ -1,0 +1,69 @@
+//! A pooled connection for a transaction of several steps.
+
+use std::future::Future;
+use std::ops::Deref;
+use std::time::Duration;
+
+use deadpool_postgres::Object;
+
+use crate::client::Client;
+use crate::error::{Error, ErrorKind, Result};
+
+/// A connection that goes back to the pool only when it is [given back](Self::give_back). Dropped without that, because
+/// it broke or because nobody waits any more, it is closed, and the server rolls back what was open on it.
+#[derive(Debug)]
+pub(super) struct Borrowed(Option<Object>);
+
+impl Borrowed {
+    pub(super) async fn take(client: &Client, doing: &str) -> Result<Self> {
+        client.connection(doing).await.map(|object| Self(Some(object)))
+    }
+
+    /// No transaction is open, and nothing is under way.
+    pub(super) fn give_back(mut self) {
+        self.0.take();
+    }
+
+    /// Ends a transaction that failed. What does not answer is closed.
+    pub(super) async fn roll_back(self) {
+        let rolled_back = within(ROLLBACK_LIMIT, self.batch_execute("ROLLBACK"), "roll back").await;
+        if let Ok(Ok(())) = rolled_back {
+            self.give_back();
+        }
+    }
+}
+
+const ROLLBACK_LIMIT: Duration = Duration::from_secs(5);
+
+impl Deref for Borrowed {
+    type Target = tokio_postgres::Client;
+
+    fn deref(&self) -> &Self::Target {
+        match &self.0 {
+            Some(object) => object,
+            None => unreachable!("only give_back empties it, and consumes it"),
+        }
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        if let Some(object) = self.0.take() {
+            drop(Object::take(object));
+        }
+    }
+}
+
+/// Waits for an answer, but not for ever: a server may be frozen, or the network may swallow what is sent.
+pub(super) async fn within<T>(
+    limit: Duration,
+    answer: impl Future<Output = T>,
+    doing: &str,
+) -> Result<T> {
+    tokio::time::timeout(limit, answer).await.map_err(|_| {
+        Error::new(
+            ErrorKind::Connection,
+            format!("the database did not answer within {} s to {doing}", limit.as_secs()),
+        )
+    })
+}
