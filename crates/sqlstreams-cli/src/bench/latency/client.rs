@@ -1,0 +1,17 @@
+//! The client that is measured.
+
+use sqlstreams::Client;
+
+use crate::context::Context;
+
+/// A client whose consumers are told of new messages (`listener`), or find them by polling alone.
+pub(crate) async fn client(
+    url: &str,
+    context: &Context,
+    listener: bool,
+) -> sqlstreams::Result<Client> {
+    let builder = Client::builder(url).schema(context.schema()).migrate(false);
+    // MERGE: `builder.listener(listener)`, once the library has it. Until then consumers poll in any case.
+    let _ = listener;
+    builder.connect().await
+}
