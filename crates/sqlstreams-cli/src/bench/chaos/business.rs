@@ -11,12 +11,14 @@ pub(crate) const HANDLED: &str = "handled";
 pub(crate) const BOOKED: &str = "booked";
 
 /// One row of either table.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Row {
     pub(crate) message_id: i64,
     pub(crate) payload: i64,
     /// Which process wrote it.
     pub(crate) worker: String,
+    /// When, in seconds by the database's clock.
+    pub(crate) at: f64,
 }
 
 /// Makes both tables.
@@ -76,12 +78,18 @@ pub(crate) async fn rows(
     group: &str,
 ) -> anyhow::Result<Vec<Row>> {
     let sql = format!(
-        "SELECT message_id, payload, worker FROM {} WHERE group_name = $1 ORDER BY seq",
+        "SELECT message_id, payload, worker, extract(epoch FROM at)::float8
+         FROM {} WHERE group_name = $1 ORDER BY seq",
         tables.name(table)
     );
     let rows = db.query(&sql, &[&group]).await.context("could not read what was handled")?;
     Ok(rows
         .iter()
-        .map(|row| Row { message_id: row.get(0), payload: row.get(1), worker: row.get(2) })
+        .map(|row| Row {
+            message_id: row.get(0),
+            payload: row.get(1),
+            worker: row.get(2),
+            at: row.get(3),
+        })
         .collect())
 }

@@ -11,7 +11,7 @@ use super::business::Row;
 const PAGE: i64 = 1_000;
 
 /// What became of the messages in a group.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Count {
     pub(crate) group: String,
     /// Rows that handlers wrote.
@@ -26,6 +26,8 @@ pub(crate) struct Count {
     pub(crate) lost: u64,
     /// Rows whose payload is not that of the message.
     pub(crate) altered: u64,
+    /// The longest time between two rows.
+    pub(crate) longest_pause_seconds: f64,
 }
 
 impl Count {
@@ -53,6 +55,10 @@ impl Count {
             dead: dead.len() as u64,
             lost: acknowledged.keys().filter(is_lost).count() as u64,
             altered,
+            longest_pause_seconds: rows
+                .windows(2)
+                .map(|two| two[1].at - two[0].at)
+                .fold(0.0, f64::max),
         }
     }
 
@@ -100,7 +106,7 @@ mod tests {
     use super::*;
 
     fn row(message_id: i64, worker: &str) -> Row {
-        Row { message_id, payload: message_id * 10, worker: worker.to_owned() }
+        Row { message_id, payload: message_id * 10, worker: worker.to_owned(), at: 0.0 }
     }
 
     fn count(rows: &[Row], dead: &[i64]) -> Count {
@@ -125,11 +131,11 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_with_another_payload_is_altered() {
+    fn what_comes_with_another_payload_or_late_is_noticed() {
         let mut rows = [1, 2, 3, 4, 5].map(|id| row(id, "a"));
-        rows[2].payload = 0;
+        (rows[2].payload, rows[3].at, rows[4].at) = (0, 1.5, 2.0);
         let found = count(&rows, &[]);
-        assert_eq!((found.altered, found.lost), (1, 0));
+        assert_eq!((found.altered, found.lost, found.longest_pause_seconds), (1, 0, 1.5));
         assert!(!found.is_complete());
     }
 

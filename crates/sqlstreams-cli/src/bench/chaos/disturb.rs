@@ -5,10 +5,8 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 
 use super::groups::LEASE;
-use super::workers::Workers;
+use super::workers::{TICK, Workers};
 
-/// How often somebody looks after the workers.
-const TICK: Duration = Duration::from_millis(20);
 /// The pause between two disturbances, in milliseconds.
 const PAUSE: std::ops::Range<u64> = 100..800;
 
@@ -50,22 +48,30 @@ pub(crate) async fn disturb(
     let mut next = Instant::now() + pause(&mut deck.rng);
     while Instant::now() < until {
         tokio::time::sleep(TICK).await;
-        workers.look_after()?;
+        workers.look_after().await?;
         if Instant::now() < next {
             continue;
         }
-        let place = workers.pick(&mut deck.rng);
+        next = Instant::now() + pause(&mut deck.rng);
+        let running = workers.running();
+        let awake = running.len();
+        // Somebody has to go on with the work of the others: that it goes on is part of what is measured.
+        let alone = awake == 1 && workers.count() > 1;
+        let place = match awake {
+            0 => deck.rng.usize(..workers.count()),
+            _ => running[deck.rng.usize(..awake)],
+        };
         match deck.draw() {
             Disturbance::Kill => workers.kill(place).await?,
+            _ if awake == 0 || alone => {}
             Disturbance::FreezeShortly => {
                 workers.freeze(place, between(&mut deck.rng, LEASE / 20, LEASE / 2));
             }
             Disturbance::FreezeBeyondLease => {
                 workers.freeze(place, between(&mut deck.rng, LEASE + LEASE / 4, LEASE * 3));
             }
-            Disturbance::Restart => workers.restart(place).await?,
+            Disturbance::Restart => workers.restart(place),
         }
-        next = Instant::now() + pause(&mut deck.rng);
     }
     workers.thaw_all();
     Ok(())

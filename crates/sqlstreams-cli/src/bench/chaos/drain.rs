@@ -17,7 +17,7 @@ pub(crate) async fn drain(
 ) -> anyhow::Result<Option<Duration>> {
     let begin = Instant::now();
     while begin.elapsed() < TIMEOUT {
-        workers.look_after()?;
+        workers.look_after().await?;
         if are_through(groups, last).await? {
             return Ok(Some(begin.elapsed()));
         }

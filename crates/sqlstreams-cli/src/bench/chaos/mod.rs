@@ -43,7 +43,7 @@ the end all run until nothing is left to do; then what they wrote to tables is c
   ordered        the same, one message at a time in each process
   transactional  handlers write in the transaction that settles the message: exactly once
 Repeated are rows beyond one a message: who dies between writing one and saying so has it written
-again. Of `ordered` it is told how many messages a process handled after one with a higher id, as it
+again. The longest pause is that between two rows, at least one process being awake at all times. Of `ordered` it is told how many messages a process handled after one with a higher id, as it
 must when it takes over what another left behind.
 
 Without a database it starts a private PostgreSQL. With -v it tells what it does to whom. The exit
@@ -118,7 +118,7 @@ async fn chaos(
     progress.clear();
     context.say("waiting for the workers to finish");
     let drained = drain::drain(&groups, produced.last(), &mut workers).await?;
-    workers.stop().await?;
+    let workers = workers.stop().await?;
 
     let rows = async |group: &Group<i64>, table: &str| {
         business::rows(&place.db, &place.tables, table, group.name()).await
@@ -138,7 +138,7 @@ async fn chaos(
         lease_seconds: LEASE.as_secs_f64(),
         produced: produced.acknowledged.len() as u64,
         refused: produced.refused,
-        workers: workers.done(),
+        workers,
         drained_in_seconds: drained.map(|time| time.as_secs_f64()),
         plain: count(&groups.plain, HANDLED).await?,
         ordered: count(&groups.ordered, HANDLED).await?,

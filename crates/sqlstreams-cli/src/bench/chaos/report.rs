@@ -26,13 +26,15 @@ pub(crate) fn print_facts(facts: &Facts) -> anyhow::Result<()> {
         None => "Something was still to be done a minute after that\n".to_owned(),
     })?;
 
-    let columns = ["group", "#rows", "#handled", "#repeated", "#dead", "#lost", "#altered"];
+    let columns =
+        ["group", "#rows", "#handled", "#repeated", "#dead", "#lost", "#altered", "#longest pause"];
     let mut groups = table(&columns);
     for count in facts.counts() {
         let numbers =
             [count.rows, count.handled, count.repeated, count.dead, count.lost, count.altered];
         let mut cells = vec![count.group.clone()];
         cells.extend(numbers.map(thousands));
+        cells.push(format!("{:.1} s", count.longest_pause_seconds));
         groups.add_row(cells);
     }
     print_table(&groups)?;

@@ -5,7 +5,6 @@ use std::process::{ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use fastrand::Rng;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use tokio::process::{Child, ChildStdin, Command};
@@ -15,6 +14,8 @@ use crate::context::Context;
 
 /// How long a worker may take to stop when it is asked to.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often they are looked at.
+pub(crate) const TICK: Duration = Duration::from_millis(20);
 
 /// What was done to them, and what they did.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
@@ -56,13 +57,20 @@ struct Slot {
     _lifeline: Option<ChildStdin>,
     /// How many there were in its place.
     incarnation: u32,
-    frozen: Option<Frozen>,
+    state: State,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Frozen {
-    since: Instant,
-    until: Instant,
+enum State {
+    Running,
+    Frozen {
+        since: Instant,
+        until: Instant,
+    },
+    /// Was asked to stop.
+    Stopping {
+        until: Instant,
+    },
 }
 
 impl Workers {
@@ -83,64 +91,44 @@ impl Workers {
         Ok(Self { start, slots, done: Done::default() })
     }
 
-    /// One of those that are not frozen, if there is any.
-    pub(crate) fn pick(&self, rng: &mut Rng) -> usize {
-        let awake: Vec<usize> =
-            (0..self.slots.len()).filter(|place| self.slots[*place].frozen.is_none()).collect();
-        match awake.is_empty() {
-            true => rng.usize(..self.slots.len()),
-            false => awake[rng.usize(..awake.len())],
-        }
+    pub(crate) fn count(&self) -> usize {
+        self.slots.len()
     }
 
-    pub(crate) fn done(&self) -> Done {
-        self.done
+    /// Those that are neither frozen nor stopping.
+    pub(crate) fn running(&self) -> Vec<usize> {
+        let is_running = |place: &usize| matches!(self.slots[*place].state, State::Running);
+        (0..self.slots.len()).filter(is_running).collect()
     }
 
     /// Kills one, frozen or not, and starts another.
     pub(crate) async fn kill(&mut self, place: usize) -> anyhow::Result<()> {
         tracing::info!("worker {place}: kill -9");
-        self.slots[place].kill().await?;
+        self.slots[place].child.kill().await.context("could not kill a worker")?;
         self.done.killed += 1;
         self.replace(place)
     }
 
-    /// Freezes one for so long, or longer if it is frozen already.
+    /// Freezes one that runs for so long.
     pub(crate) fn freeze(&mut self, place: usize, time: Duration) {
         tracing::info!("worker {place}: frozen for {time:?}");
-        let slot = &mut self.slots[place];
         let now = Instant::now();
-        match &mut slot.frozen {
-            Some(frozen) => frozen.until = frozen.until.max(now + time),
-            None => {
-                slot.signal(Signal::STOP);
-                slot.frozen = Some(Frozen { since: now, until: now + time });
-                self.done.frozen += 1;
-            }
-        }
+        self.slots[place].signal(Signal::STOP);
+        self.slots[place].state = State::Frozen { since: now, until: now + time };
+        self.done.frozen += 1;
     }
 
-    /// Stops one as a deployment would, and starts another.
-    pub(crate) async fn restart(&mut self, place: usize) -> anyhow::Result<()> {
+    /// Has one stop as a deployment would; another is started when it has.
+    pub(crate) fn restart(&mut self, place: usize) {
         tracing::info!("worker {place}: SIGTERM");
-        self.thaw(place);
-        if !self.slots[place].stop().await? {
-            self.done.failed += 1;
-        }
+        self.slots[place].ask_to_stop();
         self.done.restarted += 1;
-        self.replace(place)
     }
 
-    /// Looks after them: thaws whose time is up, and replaces who ended by itself.
-    pub(crate) fn look_after(&mut self) -> anyhow::Result<()> {
-        let now = Instant::now();
+    /// Looks after them: thaws whose time is up, and replaces who has ended.
+    pub(crate) async fn look_after(&mut self) -> anyhow::Result<()> {
         for place in 0..self.slots.len() {
-            if self.slots[place].frozen.is_some_and(|frozen| frozen.until <= now) {
-                self.thaw(place);
-            }
-            if let Some(status) = self.slots[place].child.try_wait().context("lost a worker")? {
-                tracing::warn!("worker {place} ended by itself: {status}");
-                self.done.failed += 1;
+            if self.has_ended(place).await? {
                 self.replace(place)?;
             }
         }
@@ -153,21 +141,45 @@ impl Workers {
     }
 
     /// Stops all of them for good.
-    pub(crate) async fn stop(&mut self) -> anyhow::Result<()> {
+    pub(crate) async fn stop(mut self) -> anyhow::Result<Done> {
         self.thaw_all();
-        for slot in &mut self.slots {
-            if !slot.stop().await? {
-                self.done.failed += 1;
+        self.slots.iter_mut().for_each(Slot::ask_to_stop);
+        for place in 0..self.slots.len() {
+            while !self.has_ended(place).await? {
+                tokio::time::sleep(TICK).await;
             }
         }
-        Ok(())
+        Ok(self.done)
+    }
+
+    /// Whether one has ended, properly or not.
+    async fn has_ended(&mut self, place: usize) -> anyhow::Result<bool> {
+        let now = Instant::now();
+        let slot = &mut self.slots[place];
+        let status = slot.child.try_wait().context("lost a worker")?;
+        match (status, slot.state) {
+            (Some(status), State::Stopping { .. }) if is_proper(status) => return Ok(true),
+            (Some(status), _) => tracing::warn!("worker {place} ended by itself: {status}"),
+            (None, State::Stopping { until }) if until <= now => {
+                tracing::warn!("worker {place} did not stop within {STOP_TIMEOUT:?}");
+                slot.child.kill().await.context("could not kill a worker")?;
+            }
+            (None, State::Frozen { until, .. }) if until <= now => {
+                self.thaw(place);
+                return Ok(false);
+            }
+            (None, _) => return Ok(false),
+        }
+        self.done.failed += 1;
+        Ok(true)
     }
 
     fn thaw(&mut self, place: usize) {
         let slot = &mut self.slots[place];
-        if let Some(frozen) = slot.frozen.take() {
+        if let State::Frozen { since, .. } = slot.state {
             slot.signal(Signal::CONT);
-            self.done.frozen_beyond_lease += u64::from(frozen.since.elapsed() > LEASE);
+            slot.state = State::Running;
+            self.done.frozen_beyond_lease += u64::from(since.elapsed() > LEASE);
         }
     }
 
@@ -197,21 +209,15 @@ impl Start {
             more => command.arg(format!("-{}", "v".repeat(usize::from(more)))),
         };
         let mut child = command.spawn().context("could not start a worker")?;
-        Ok(Slot { _lifeline: child.stdin.take(), child, incarnation, frozen: None })
+        Ok(Slot { _lifeline: child.stdin.take(), child, incarnation, state: State::Running })
     }
 }
 
 impl Slot {
-    async fn kill(&mut self) -> anyhow::Result<()> {
-        self.child.kill().await.context("could not kill a worker")
-    }
-
-    /// Asks it to stop, and waits; says whether it did so properly. In any case it is gone then.
-    async fn stop(&mut self) -> anyhow::Result<bool> {
-        self.signal(Signal::TERM);
-        match tokio::time::timeout(STOP_TIMEOUT, self.child.wait()).await {
-            Ok(status) => Ok(is_proper(status.context("lost a worker")?)),
-            Err(_) => self.kill().await.map(|()| false),
+    fn ask_to_stop(&mut self) {
+        if !matches!(self.state, State::Stopping { .. }) {
+            self.signal(Signal::TERM);
+            self.state = State::Stopping { until: Instant::now() + STOP_TIMEOUT };
         }
     }
 
