@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
+use sqlstreams::Dsn;
+use tokio::task::JoinSet;
 
 use super::ping::Ping;
 use super::spread::Spread;
@@ -23,16 +25,28 @@ pub(crate) async fn measure(
     rate: u32,
     bytes: usize,
 ) -> anyhow::Result<Spread> {
-    let doing = || "could not insert into a table";
-    let (db, table) = (&place.db, place.tables.name(TABLE));
-    db.batch_execute(&format!(
+    let table = place.tables.name(TABLE);
+    let create = format!(
         "CREATE TABLE {table} (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, payload text)"
-    ))
-    .await
-    .context("could not create a table")?;
+    );
+    place.db.batch_execute(&create).await.context("could not create a table")?;
+    let db = Dsn::parse(&place.url)?.connect().await?;
     let insert = format!("INSERT INTO {table} (payload) VALUES ($1) RETURNING id");
+    // A task, as those that send messages are; it ends with this future.
+    let mut task = JoinSet::new();
+    task.spawn(insert_rows(db, insert, rate, "x".repeat(bytes)));
+    let measured = task.join_next().await.context("a task vanished")?;
+    measured.context("a task ended early")?
+}
+
+async fn insert_rows(
+    db: tokio_postgres::Client,
+    insert: String,
+    rate: u32,
+    payload: String,
+) -> anyhow::Result<Spread> {
+    let doing = || "could not insert into a table";
     let insert = db.prepare(&insert).await.with_context(doing)?;
-    let payload = "x".repeat(bytes);
     let mut spread = Spread::new()?;
     let begin = Instant::now();
     let mut due = begin;
