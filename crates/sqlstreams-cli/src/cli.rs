@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{ArgAction, Args, Parser, Subcommand};
 
+use crate::bench::BenchCommand;
 use crate::commands::{consume, dead, down, group, migrate, produce, stream, up};
 use crate::demo::DemoArgs;
 
@@ -54,7 +55,7 @@ pub(crate) struct Global {
         default_value = "sqlstreams"
     )]
     pub(crate) schema: String,
-    /// The folder with PostgreSQL's programs, for `up` and `demo`
+    /// The folder with PostgreSQL's programs, for `up`, `demo` and `bench`
     #[arg(long, global = true, env = "SQLSTREAMS_PG_BIN", value_name = "DIR")]
     pub(crate) pg_bin: Option<PathBuf>,
     /// The folder where `up` keeps its PostgreSQL
@@ -91,6 +92,9 @@ pub(crate) enum Command {
     /// List, show, redrive and discard dead letters
     #[command(subcommand)]
     Dead(dead::DeadCommand),
+    /// Measure latency; kill and freeze consumers and count what got lost
+    #[command(subcommand)]
+    Bench(BenchCommand),
 }
 
 #[cfg(test)]

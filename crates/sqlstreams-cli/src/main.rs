@@ -1,14 +1,16 @@
 //! The sqlstreams command.
 //!
-//! `main` parses ([`cli`]), gathers what commands share ([`context`]), runs one command ([`commands`], [`demo`]) and turns
+//! `main` parses ([`cli`]), gathers what commands share ([`context`]), runs one command ([`commands`], [`demo`], [`bench`]) and turns
 //! what went wrong into a line, a hint and an exit code ([`failure`]).
 
+mod bench;
 mod cli;
 mod commands;
 mod context;
 mod demo;
 mod failure;
 mod output;
+mod own_stream;
 mod payload;
 mod progress;
 mod signals;

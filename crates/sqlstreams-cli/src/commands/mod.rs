@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use sqlstreams::{Bytes, Client, Group, Stream};
 
+use crate::bench;
 use crate::cli::Command;
 use crate::context::Context;
 use crate::demo;
@@ -30,6 +31,7 @@ pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<E
         Command::Consume(args) => return consume::run(args, context).await,
         Command::Group(command) => group::run(command, context).await?,
         Command::Dead(command) => dead::run(command, context).await?,
+        Command::Bench(command) => return bench::run(command, context).await,
     }
     Ok(ExitCode::SUCCESS)
 }

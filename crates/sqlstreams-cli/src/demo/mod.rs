@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use sqlstreams::{Client, RetryPolicy, Stream};
+use sqlstreams::{Client, RetryPolicy};
 
 use self::bars::Bars;
 use self::checks::Checks;
@@ -35,11 +35,8 @@ use self::stage::{PAYMENTS, RECEIPTS, Stage};
 use self::tables::Tables;
 use crate::context::{Context, Database};
 use crate::failure::Failure;
-use crate::output;
 use crate::signals::Signals;
-
-/// How long dropping the stream may take.
-const DROP_TIMEOUT: Duration = Duration::from_secs(10);
+use crate::{output, own_stream};
 
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
@@ -98,7 +95,7 @@ async fn on(
     let Some(client) = signals.stop.run_until_cancelled(connect).await else { return Ok(None) };
     let client = client?;
     // From here to the guarded part nothing waits for signals, so that a stream which was made is dropped.
-    let stream = create_stream(&client).await?;
+    let stream = own_stream::create::<Order>(&client, "demo-orders-").await?;
     let story = async {
         let tables = Tables::of_stream(&url, context.schema(), stream.id()).await?;
         let server = look_at(database, start_time, &tables).await?;
@@ -125,35 +122,12 @@ async fn on(
     }
     // A server that goes takes the stream along.
     let dropped = match database {
-        Database::Given { .. } if !args.keep => drop_stream(stream).await,
+        Database::Given { .. } if !args.keep => own_stream::drop(stream).await,
         _ => Ok(()),
     };
     let facts = told.transpose()?;
     dropped?;
     Ok(facts)
-}
-
-/// A stream whose name nobody has.
-async fn create_stream(client: &Client) -> sqlstreams::Result<Stream<Order>> {
-    loop {
-        let name = format!("demo-orders-{:08x}", fastrand::u32(..));
-        match client.stream(name).create().await {
-            Err(error) if error.kind() == sqlstreams::ErrorKind::StreamExists => {}
-            created => return created,
-        }
-    }
-}
-
-/// Drops the stream, or says how to.
-async fn drop_stream(stream: Stream<Order>) -> Result<(), Failure> {
-    let name = stream.name().to_owned();
-    let why = match tokio::time::timeout(DROP_TIMEOUT, stream.drop_stream()).await {
-        Ok(Ok(())) => return Ok(()),
-        Ok(Err(error)) => error.to_string(),
-        Err(_) => format!("the database did not do it within {DROP_TIMEOUT:?}"),
-    };
-    Err(Failure::failed("demo_left", format!("the demo's stream {name} is still there: {why}"))
-        .hint(format!("Run `sqlstreams stream drop {name} --yes`.")))
 }
 
 async fn look_at(

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 20] = [
+const COMMANDS: [&[&str]; 23] = [
     &[],
     &["demo"],
     &["up"],
@@ -23,6 +23,9 @@ const COMMANDS: [&[&str]; 20] = [
     &["dead", "show"],
     &["dead", "redrive"],
     &["dead", "discard"],
+    &["bench"],
+    &["bench", "latency"],
+    &["bench", "chaos"],
 ];
 
 #[test]
@@ -32,7 +35,7 @@ fn every_command_has_help() {
         let ran = run(&mut program(&args), b"").assert_ok();
         let text = ran.text();
         assert!(text.contains("Usage: sqlstreams"), "{text}");
-        let is_leaf = !matches!(command, [] | ["demo"] | ["stream"] | ["group"]);
+        let is_leaf = !matches!(command, [] | ["demo"] | ["stream"] | ["group"] | ["bench"]);
         assert!(!is_leaf || text.contains("Examples:"), "{command:?} has no examples");
     }
     let text = run(&mut program(&["--help"]), b"").text();

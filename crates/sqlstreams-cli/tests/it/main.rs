@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
 
+mod bench;
 mod consume;
 mod databases;
 mod dead;

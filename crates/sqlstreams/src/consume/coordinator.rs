@@ -25,7 +25,7 @@ use crate::partitions;
 use crate::wake::{Seen, Watch, jittered};
 
 /// How long news wait for more of them.
-const NEWS: Duration = Duration::from_millis(20);
+const NEWS: Duration = Duration::from_millis(10);
 /// The pause after a failed call, growing from the first to the second.
 pub(super) const TROUBLE: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
@@ -243,6 +243,7 @@ impl Coordinator {
                 self.fetched(token, limit, advanced.page)?;
             }
             None if limit > 0 && advanced.wait.is_none() => {
+                self.watch.claimed_nothing();
                 (self.seen.fresh, self.seen.lapsed) = (false, false);
             }
             None => {}

@@ -12,9 +12,9 @@ use crate::client::{BOOKKEEPING, Client, transact};
 use crate::error::{Error, Result};
 
 /// Rings are at least so far apart: who rings meanwhile is part of the next.
-const APART: Duration = Duration::from_millis(3);
-/// Of the time, no more than one part in so many is spent ringing.
-const SHARE: u32 = 10;
+const APART: Duration = Duration::from_millis(1);
+/// And after one that took long, so many times as long: a database that is busy is not rung to death.
+const SHARE: u32 = 2;
 
 #[derive(Debug, Default)]
 pub(crate) struct Bell {

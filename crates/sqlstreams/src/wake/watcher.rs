@@ -24,8 +24,8 @@ const BUSY: Duration = Duration::from_millis(100);
 const OTHERS: Duration = Duration::from_millis(500);
 /// How long an owner has to be missing.
 const MISSING: Duration = Duration::from_secs(1);
-/// Of the time, about one part in so many is spent looking, unless a look takes very long.
-const SHARE: u32 = 10;
+/// After a look there is none for so many times as long as it took, unless it took very long.
+const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 /// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
@@ -91,6 +91,10 @@ struct State {
     next: Instant,
     /// Look for fresh messages now.
     rung: bool,
+    /// A ring needs no look: the last time there were messages for this consumer.
+    direct: bool,
+    /// What was claimed last was rung for, not found by looking.
+    by_ring: bool,
     claimed: i64,
     due_from: DueFrom,
 }
@@ -134,6 +138,8 @@ impl Watcher {
                 pace: PACE.0,
                 next: now,
                 rung: false,
+                direct: true,
+                by_ring: false,
                 claimed: 0,
                 due_from: DueFrom { bound: None, unbounded_at: now },
             }),
@@ -220,12 +226,19 @@ impl Watch {
     pub(crate) fn claimed(&self, up_to: Option<i64>, short: bool) {
         let mut state = self.group.state();
         state.claimed = state.claimed.max(up_to.unwrap_or_default());
-        state.pace = if short { PACE.0 } else { BUSY };
+        state.direct = true;
+        // Where rings tell of messages there is no need to look for them as often.
+        state.pace = if short && !state.by_ring { PACE.0 } else { BUSY };
         let next = Instant::now() + state.pace;
         if next < state.next {
             state.next = next;
             self.client.inner.watcher.rung.news.notify_one();
         }
+    }
+
+    /// There was nothing to claim: another consumer of the group has it.
+    pub(crate) fn claimed_nothing(&self) {
+        self.group.state().direct = false;
     }
 
     /// The lower bound for claiming due exceptions: none every few seconds.
@@ -252,6 +265,21 @@ impl Drop for Watch {
 impl Group {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Somebody has produced, or handed something back, or resumed a group.
+    fn ring(&self) {
+        let mut state = self.state();
+        if state.paused {
+            state.next = Instant::now();
+        } else if state.direct {
+            state.by_ring = true;
+            state.seen.fresh = true;
+            drop(state);
+            self.news.notify_one();
+        } else {
+            state.rung = true;
+        }
     }
 
     /// Tells the consumer what was seen.
@@ -363,7 +391,7 @@ impl<'a> Looking<'a> {
         self.connect().await?;
         for stream in self.watcher.rung.take() {
             for group in self.watcher.watched().iter().filter(|g| g.stream == stream) {
-                group.state().rung = true;
+                group.ring();
             }
         }
         let now = Instant::now();
@@ -467,6 +495,9 @@ impl<'a> Looking<'a> {
         if let Some(look) = look {
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
+            if seen.fresh {
+                state.by_ring = !full;
+            }
         }
         if full {
             state.looks += 1;

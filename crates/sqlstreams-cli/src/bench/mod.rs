@@ -1,0 +1,34 @@
+//! `sqlstreams bench …`: what is promised, measured on the machine at hand.
+//!
+//! Each member runs in a stream of its own ([`place`]), on the given database or on a private server, and returns facts,
+//! which `--json` prints as they are.
+
+mod chaos;
+mod latency;
+mod place;
+mod server;
+
+use std::process::ExitCode;
+
+use clap::Subcommand;
+
+use crate::context::Context;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// How long a message takes from its producer to a handler
+    Latency(latency::LatencyArgs),
+    /// Kill and freeze consumers, and count what was lost or done twice
+    Chaos(chaos::ChaosArgs),
+    /// A consumer of `bench chaos`, which starts it
+    #[command(hide = true)]
+    ChaosWorker(chaos::WorkerArgs),
+}
+
+pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Result<ExitCode> {
+    match command {
+        BenchCommand::Latency(args) => latency::run(args, context).await,
+        BenchCommand::Chaos(args) => chaos::run(args, context).await,
+        BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
+    }
+}
