@@ -4,7 +4,9 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use deadpool_postgres::{Manager, ManagerConfig, Object, Pool, RecyclingMethod, Runtime};
+use deadpool_postgres::{
+    Manager, ManagerConfig, Object, Pool, QueueMode, RecyclingMethod, Runtime,
+};
 use futures_util::future::join3;
 use tokio::sync::Semaphore;
 use tokio_postgres::Row;
@@ -261,6 +263,8 @@ impl ClientBuilder {
         );
         let pool = Pool::builder(manager)
             .max_size(self.pool_size)
+            // The backend that was used last has its caches warm.
+            .queue_mode(QueueMode::Lifo)
             .runtime(Runtime::Tokio1)
             .wait_timeout(Some(Duration::from_secs(30)))
             .build()

@@ -113,11 +113,14 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     r record;
 BEGIN
-    SELECT * INTO r FROM take_over(p_stream, g, p_owner, p_token, p_limit, c);
-    c := r.c;
-    pending := r.pending;
-    IF pending IS NOT NULL THEN
-        RETURN;
+    -- Else no lease is open: none to take over.
+    IF c.first_open < c.next_seq THEN
+        SELECT * INTO r FROM take_over(p_stream, g, p_owner, p_token, p_limit, c);
+        c := r.c;
+        pending := r.pending;
+        IF pending IS NOT NULL THEN
+            RETURN;
+        END IF;
     END IF;
     SELECT * INTO r FROM next_range(p_stream, p_limit, c);
     c := r.c;
@@ -147,7 +150,7 @@ CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
     p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL)
 RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 #variable_conflict use_column
 DECLARE
     g      consumer_group;
@@ -157,7 +160,6 @@ DECLARE
     room   bigint;
 BEGIN
     PERFORM require_read_committed();
-    PERFORM require_group(p_stream, p_group);
     before := lock_cursor(p_stream, p_group);
     -- As it is now that we have the lock: pausing takes that too.
     g := require_group(p_stream, p_group);
@@ -170,6 +172,9 @@ BEGIN
     IF room > 0 THEN
         SELECT a.room, a.wait INTO room, wait FROM allowance(p_stream, g, c, room) AS a;
     END IF;
+    IF c.first_open < c.next_seq AND (room > 0 OR cardinality(p_seqs) > 0) THEN
+        c.first_open := first_open_lease(p_stream, p_group, c);
+    END IF;
     IF room > 0 THEN
         SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, room, c);
         c := r.c;
@@ -179,9 +184,6 @@ BEGIN
             token := p_token;
             c.paced_until := spend(g, c.paced_until, id_count(pending));
         END IF;
-    END IF;
-    IF cardinality(p_seqs) > 0 OR pending IS NOT NULL THEN
-        c.first_open := first_open_lease(p_stream, p_group, c);
     END IF;
     IF c IS DISTINCT FROM before THEN
         PERFORM save_cursor(p_stream, p_group, c);
@@ -201,7 +203,9 @@ DECLARE
     f    record;
     seq  bigint;
 BEGIN
-    PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
+    IF cardinality(p_outcomes) > 0 THEN
+        PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
+    END IF;
     FOR l IN SELECT u.seq, u.token, u.done FROM unnest(p_seqs, p_tokens, p_done) AS u(seq, token, done) ORDER BY u.seq LOOP
         IF l.token = ANY (p_failed_tokens) THEN
             SELECT array_agg(u.id) AS ids, array_agg(u.outcome) AS outcomes, array_agg(u.error) AS errors, array_agg(u.delay) AS delays INTO f

@@ -1,14 +1,18 @@
 -- Reading the messages of a lease. No lock is held while they travel: a consumer that stops reading stops nobody else.
 
--- What is pending in the lease that p_token proves; NULL when there is none. The newest leases first: the one just claimed
--- is found at once.
+-- What is pending in the lease that p_token proves; NULL when there is none. The one just claimed is among the newest few;
+-- only for an older one the cursor has to say how far down leases lie.
 CREATE OR REPLACE FUNCTION lease_pending(p_stream bigint, p_group bigint, p_token uuid) RETURNS int8multirange
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     pending int8multirange;
 BEGIN
-    EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
-        INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    EXECUTE format('SELECT pending FROM (SELECT token, pending FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
+        INTO pending USING p_group, p_token;
+    IF pending IS NULL THEN
+        EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+            INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+    END IF;
     RETURN pending;
 END $$;
 
@@ -16,11 +20,14 @@ END $$;
 -- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
 -- stream's payloads: fetch(…, NULL::json).
 --
+-- constraint_exclusion is off, here as in advance: pruning needs none, and reading every partition's checks anew for each
+-- plan took a third of the time.
+--
 -- Never read message_log_<n> in the statement that claims, or under an older snapshot: rows that the claim freed would
 -- be missing. (The name is quoted since FETCH is a reserved word; qualified, sqlstreams.fetch(…), it needs no quotes.)
 CREATE OR REPLACE FUNCTION "fetch"(p_stream bigint, p_group bigint, p_token uuid, p_after bigint, p_limit bigint, p_bytes bigint, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET work_mem = '32MB' AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 DECLARE
     pending int8multirange;
@@ -45,7 +52,7 @@ END $$;
 -- there is no message are left out.
 CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET work_mem = '32MB' AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 BEGIN
     -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
@@ -61,7 +68,7 @@ END $$;
 
 -- The id that comes next in lease p_token after p_after, for a client that cannot read its message.
 CREATE OR REPLACE FUNCTION next_id(p_stream bigint, p_group bigint, p_token uuid, p_after bigint) RETURNS bigint
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 DECLARE
     pending int8multirange;
     hit     bigint;

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::types::ToSql;
 
-use crate::client::{BOOKKEEPING, Client, transact};
+use crate::client::{Client, run};
 use crate::error::{Error, Result};
 
-/// Rings are at least so far apart: who rings meanwhile is part of the next.
+/// From the beginning of a ring to that of the next at least: who rings meanwhile is part of that.
 const APART: Duration = Duration::from_millis(1);
-/// And after one that took long, so many times as long: a database that is busy is not rung to death.
-const SHARE: u32 = 2;
+/// One that took so long says that the database is busy: there is none for as long again.
+const SLOW: Duration = Duration::from_millis(5);
 
 #[derive(Debug, Default)]
 pub(crate) struct Bell {
@@ -62,7 +62,11 @@ async fn ring_all(client: Client) {
                 "could not ring for consumers"
             );
         }
-        tokio::time::sleep(APART.max(started.elapsed() * SHARE)).await;
+        let took = started.elapsed();
+        let rest = if took < SLOW { APART.saturating_sub(took) } else { took };
+        if !rest.is_zero() {
+            tokio::time::sleep(rest).await;
+        }
     }
 }
 
@@ -70,7 +74,7 @@ async fn ring(client: &Client, streams: &[i64]) -> Result<()> {
     let doing = "wake consumers";
     let connection = client.connection(doing).await?;
     let params: [&(dyn ToSql + Sync); 1] = [&streams];
-    transact(&connection, BOOKKEEPING, &client.inner.queries.ring, &params)
+    run(&connection, &client.inner.queries.ring, &params)
         .await
         .map_err(|e| Error::from_driver(e, doing))?;
     Ok(())

@@ -93,7 +93,9 @@ struct State {
     rung: bool,
     /// A ring needs no look: the last time there were messages for this consumer.
     direct: bool,
-    /// What was claimed last was rung for, not found by looking.
+    /// Since the last full look somebody rang.
+    rang: bool,
+    /// Rings tell of messages: the last full look found no other.
     by_ring: bool,
     claimed: i64,
     due_from: DueFrom,
@@ -139,6 +141,7 @@ impl Watcher {
                 next: now,
                 rung: false,
                 direct: true,
+                rang: false,
                 by_ring: false,
                 claimed: 0,
                 due_from: DueFrom { bound: None, unbounded_at: now },
@@ -270,10 +273,11 @@ impl Group {
     /// Somebody has produced, or handed something back, or resumed a group.
     fn ring(&self) {
         let mut state = self.state();
+        state.rang = true;
+        state.by_ring = true;
         if state.paused {
             state.next = Instant::now();
         } else if state.direct {
-            state.by_ring = true;
             state.seen.fresh = true;
             drop(state);
             self.news.notify_one();
@@ -495,11 +499,12 @@ impl<'a> Looking<'a> {
         if let Some(look) = look {
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
-            if seen.fresh {
-                state.by_ring = !full;
-            }
         }
         if full {
+            let rang = std::mem::take(&mut state.rang);
+            if seen.fresh {
+                state.by_ring = rang;
+            }
             state.looks += 1;
             let others = look.is_some_and(|look| look.others);
             state.pace = match seen == Seen::default() {
