@@ -5,7 +5,7 @@ use std::future::ready;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use sqlstreams::Stream;
+use sqlstreams::{Group, Producer};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
@@ -16,8 +16,6 @@ use super::spread::Spread;
 use crate::failure::Failure;
 use crate::progress::Progress;
 
-/// The group that handles.
-const GROUP: &str = "bench";
 /// When nothing has happened for so long, what is missing does not come any more.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How often progress is shown.
@@ -47,13 +45,13 @@ struct Times {
 pub(crate) async fn measure(
     plan: Plan,
     bytes: usize,
-    stream: &Stream<Ping>,
+    producer: Producer<Ping>,
+    group: Group<Ping>,
     progress: &Progress,
 ) -> anyhow::Result<Measured> {
     let (events, mut coming) = mpsc::unbounded_channel();
     // Ends with this future, when that is dropped.
     let mut consumer = JoinSet::new();
-    let group = stream.group(GROUP).create().await?;
     let handled = events.clone();
     consumer.spawn(async move {
         let handler = group.consumer().run(move |message| {
@@ -62,7 +60,7 @@ pub(crate) async fn measure(
         });
         handler.await
     });
-    sender::start(plan, bytes, stream.producer(), events);
+    sender::start(plan, bytes, producer, events);
 
     let mut measured = Measured {
         commit: Spread::new()?,

@@ -67,6 +67,9 @@ pub(crate) struct LatencyArgs {
     payload_bytes: u32,
 }
 
+/// The group that handles.
+const GROUP: &str = "bench";
+
 pub(crate) async fn run(args: LatencyArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let signals = Signals::catch()?;
     let work = async |place: &mut Place<Ping>| measure(&args, context, place).await;
@@ -95,7 +98,10 @@ async fn measure(
     let stream = client.stream::<Ping>(place.stream.name()).open().await?;
     let plan = Plan::new(Instant::now(), args.rate, WARM_UP, args.time);
     let progress = Progress::new(context, Some(plan.total), "messages");
-    let measured = measure::measure(plan, bytes, &stream, &progress).await;
+    // Clients of their own, as in two processes: neither knows of the other but through the server.
+    let group = stream.group(GROUP).create().await?;
+    let producer = place.stream.producer();
+    let measured = measure::measure(plan, bytes, producer, group, &progress).await;
     progress.clear();
     let measured = measured?;
 
