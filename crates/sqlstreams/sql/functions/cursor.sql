@@ -4,12 +4,22 @@
 -- collects them. So about every 200 updates a new generation replaces the row in the same transaction; readers take
 -- the newest, and never visit the dead generations, which lie behind it in the index.
 
+-- Fails if the stream was dropped: that is to be called so, not a missing table.
+CREATE OR REPLACE FUNCTION require_tables(p_stream bigint) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    IF to_regclass(format('%I', 'consumer_group_cursor_' || p_stream)) IS NULL THEN
+        PERFORM require_stream(p_stream);
+    END IF;
+END $$;
+
 -- Locks and returns the cursor. The lock is the group's mutex: every claim goes through it.
 CREATE OR REPLACE FUNCTION lock_cursor(p_stream bigint, p_group bigint) RETURNS group_cursor
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     c group_cursor;
 BEGIN
+    PERFORM require_tables(p_stream);
     LOOP
         EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE',
                        'consumer_group_cursor_' || p_stream)
@@ -43,10 +53,7 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     c group_cursor;
 BEGIN
-    -- A stream that was dropped is to be called so, not a missing table.
-    IF to_regclass(format('%I', 'consumer_group_cursor_' || p_stream)) IS NULL THEN
-        PERFORM require_stream(p_stream);
-    END IF;
+    PERFORM require_tables(p_stream);
     EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1',
                    'consumer_group_cursor_' || p_stream)
         INTO c USING p_group;

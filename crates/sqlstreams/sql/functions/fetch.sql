@@ -7,6 +7,7 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     pending int8multirange;
 BEGIN
+    PERFORM require_tables(p_stream);
     EXECUTE format('SELECT pending FROM (SELECT token, pending FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
         INTO pending USING p_group, p_token;
     IF pending IS NULL THEN

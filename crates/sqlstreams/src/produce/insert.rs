@@ -22,6 +22,9 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// So many commits of one batch may be lost before the error is reported.
 const MOST_LOST: u32 = 10;
 
+/// So many times room is made for one batch.
+const MOST_ROOM: u32 = 6;
+
 /// Where a message was stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -66,9 +69,10 @@ pub(crate) async fn insert_unchecked(
     let mut patience = Patience::new();
     loop {
         let result = match attempt(stream, chunks(messages)).await {
-            Err(Failure::OutOfPartitions(_)) if made_room < 3 => {
+            Err(Failure::OutOfPartitions(_)) if made_room < MOST_ROOM => {
                 made_room += 1;
-                match make_room(stream, messages.len()).await {
+                // Others use it up as well: more each time.
+                match make_room(stream, messages.len() << made_room).await {
                     Ok(()) => continue,
                     Err(failure) => Err(failure),
                 }
@@ -93,7 +97,12 @@ pub(crate) async fn insert_unchecked(
                 lost += 1;
                 patience = Patience::new();
             }
-            Err(Failure::OutOfPartitions(error)) => return Err(Error::from_driver(error, DOING)),
+            Err(Failure::OutOfPartitions(error)) => {
+                let text = "could not produce: others use up the log's partitions as fast as they are made";
+                return Err(Error::new(ErrorKind::Database, text)
+                    .with_hint("Make the stream with a larger partition size.")
+                    .with_source(error));
+            }
             Err(Failure::Other(error)) => return Err(error),
         }
     }
