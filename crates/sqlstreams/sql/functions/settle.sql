@@ -99,6 +99,32 @@ BEGIN
     RETURN lost;
 END $$;
 
+-- Hands part of a lease back, as a lease of its own that anyone can take over at once. False: the lease was lost.
+CREATE OR REPLACE FUNCTION release_part(p_stream bigint, p_group bigint, p_seq bigint, p_token uuid, p_part int8multirange) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    c group_cursor;
+    l group_lease;
+BEGIN
+    PERFORM require_read_committed();
+    c := lock_cursor(p_stream, p_group);
+    l := lock_lease(p_stream, p_group, p_seq, p_token);
+    IF l.seq IS NULL THEN
+        RETURN false;
+    END IF;
+    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims)
+                    SELECT group_id, $3, gen_random_uuid(), pending * $4, ''-infinity'', reclaims FROM %1$I
+                    WHERE group_id = $1 AND seq = $2 AND NOT isempty(pending * $4)', 'consumer_lease_' || p_stream)
+        USING p_group, l.seq, c.next_seq, p_part;
+    EXECUTE format('WITH kept AS (UPDATE %1$I SET pending = pending - $3 WHERE group_id = $1 AND seq = $2 AND NOT pending <@ $3)
+                    DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 AND pending <@ $3', 'consumer_lease_' || p_stream)
+        USING p_group, l.seq, p_part;
+    c.next_seq := c.next_seq + 1;
+    PERFORM save_cursor(p_stream, p_group, c);
+    PERFORM ring(ARRAY[p_stream]);
+    RETURN true;
+END $$;
+
 -- Hands back whatever was claimed under p_token, for a caller that never learnt what that was: the answer was lost. Returns
 -- whether there was anything.
 CREATE OR REPLACE FUNCTION release_claim(p_stream bigint, p_group bigint, p_token uuid) RETURNS boolean

@@ -173,6 +173,9 @@ impl Coordinator {
         if self.hand_back_spent().await? {
             return Ok(true);
         }
+        if self.hand_back_surplus().await? {
+            return Ok(true);
+        }
         if self.has_settled() && self.news_are_due(now) {
             self.settle_exceptions().await?;
             return Ok(true);
@@ -446,6 +449,28 @@ impl Coordinator {
         Ok(!spent.is_empty() || !left.is_empty())
     }
 
+    /// Handlers have become slow: others may have what would wait here for long.
+    async fn hand_back_surplus(&mut self) -> Result<bool> {
+        let surplus = self.pace.surplus(self.holding.lock().messages());
+        if surplus > 0 {
+            let taken = self.queue.take_last(surplus);
+            let mut held = self.holding.lock();
+            for (source, id) in taken {
+                held.leave(source, id);
+            }
+        }
+        let parts = self.holding.lock().surplus();
+        for surplus in &parts {
+            if self.protocol.release_part(surplus).await? {
+                self.holding.lock().parted(surplus);
+            } else {
+                let lost = self.holding.lock().reported(&[], &[surplus.token]);
+                self.give_up(lost);
+            }
+        }
+        Ok(!parts.is_empty())
+    }
+
     /// Hands messages to the workers.
     fn received(&mut self, jobs: impl ExactSizeIterator<Item = Job>) {
         let count = jobs.len();
@@ -463,12 +488,12 @@ impl Coordinator {
         while let Ok(next) = self.results.try_recv() {
             finished.extend(next);
         }
-        if finished.is_empty() {
-            return;
-        }
         let now = Instant::now();
         self.queue.finished(finished.len());
         self.pace.finished(finished.len(), self.queue.waiting() == 0, now);
+        if finished.is_empty() {
+            return;
+        }
         let mut held = self.holding.lock();
         for Finished { source, id, verdict } in finished.drain(..) {
             let outcome = verdict.outcome;

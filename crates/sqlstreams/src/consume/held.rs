@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::ids::IdSet;
-use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport};
+use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport, Surplus};
 use crate::outcome::Verdict;
 
 /// A report names at most so many finished ranges of a lease: with as many gaps a lease stays a small row. What is left out
@@ -101,6 +101,11 @@ impl Lease {
             false => (ended.minus(&self.failed.keys().copied().collect()), Vec::new()),
         };
         LeaseReport { seq: self.seq, token: self.token, done: done.largest(ranges), failed }
+    }
+
+    /// What was not fetched yet.
+    fn unfetched(&self) -> IdSet {
+        self.pending.from(self.fetched_to)
     }
 
     fn is_fetched(&self) -> bool {
@@ -364,6 +369,30 @@ impl Held {
     /// Exceptions that will not be run here any more, with their tokens.
     pub(crate) fn left_exceptions(&self) -> Vec<(Uuid, i64)> {
         self.exceptions.iter().filter(|(_, e)| e.left).map(|(id, e)| (e.token, *id)).collect()
+    }
+
+    /// What of our leases will not be run here: taken from the queue again, and what comes after that in the same lease.
+    pub(crate) fn surplus(&self) -> Vec<Surplus> {
+        let given = self.leases.values().filter(|l| !l.left.is_empty() && !l.term.is_over());
+        given
+            .map(|lease| Surplus {
+                seq: lease.seq,
+                token: lease.token,
+                part: lease.left.iter().copied().collect::<IdSet>().plus(&lease.unfetched()),
+            })
+            .collect()
+    }
+
+    /// It was handed back.
+    pub(crate) fn parted(&mut self, surplus: &Surplus) {
+        let Some(lease) = self.leases.get_mut(&surplus.token) else { return };
+        lease.pending = lease.pending.minus(&surplus.part);
+        lease.open.retain(|id| !lease.left.contains(id));
+        lease.left.clear();
+        lease.fetched_to = i64::MAX;
+        if lease.pending.is_empty() {
+            self.leases.remove(&surplus.token);
+        }
     }
 
     /// The server has taken these reports, but for the leases in `lost`. Returns how many leases were lost.

@@ -62,6 +62,25 @@ impl IdSet {
         below.minus(&open.iter().copied().collect())
     }
 
+    /// The set with other ids, which are not in it.
+    pub(crate) fn plus(&self, other: &Self) -> Self {
+        let mut ranges: Vec<(i64, i64)> = self.0.iter().chain(&other.0).copied().collect();
+        ranges.sort_unstable();
+        ranges.dedup_by(|next, last| {
+            let adjacent = last.1 == next.0;
+            if adjacent {
+                last.1 = next.1;
+            }
+            adjacent
+        });
+        Self(ranges)
+    }
+
+    /// What of the set lies at or above `lower`.
+    pub(crate) fn from(&self, lower: i64) -> Self {
+        self.minus(&Self::range(i64::MIN, lower))
+    }
+
     /// The largest ranges only, at most `most` of them.
     pub(crate) fn largest(mut self, most: usize) -> Self {
         if self.0.len() > most {

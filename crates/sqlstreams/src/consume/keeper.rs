@@ -81,6 +81,8 @@ impl Keeper {
                 Ok(()) => {
                     next = Instant::now() + interval;
                     trouble = TROUBLE.0;
+                    // Handlers may be so slow that nothing else makes the coordinator look what it holds.
+                    self.holding.changed.notify_one();
                 }
                 Err(error) => {
                     tracing::warn!(

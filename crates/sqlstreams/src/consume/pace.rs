@@ -10,6 +10,9 @@ const MOST_BYTES: usize = 64 * 1024 * 1024;
 /// How often the target is reckoned anew.
 const PERIOD: Duration = Duration::from_millis(200);
 
+/// What was finished in so long says it all.
+const LONG: Duration = Duration::from_secs(1);
+
 /// The number of messages to hold, adapted to what is finished.
 #[derive(Debug)]
 pub(crate) struct Pace {
@@ -53,7 +56,10 @@ impl Pace {
             // Towards a second's work. Workers that had nothing to do say nothing about their speed.
             let rate = self.finished as f64 / elapsed.as_secs_f64();
             if !(self.starved || idle) || rate as usize > self.target {
-                self.target = (self.target + rate as usize) / 2;
+                self.target = match elapsed >= LONG {
+                    true => rate as usize,
+                    false => (self.target + rate as usize) / 2,
+                };
             }
         } else {
             self.starved |= idle;
@@ -73,6 +79,12 @@ impl Pace {
     pub(crate) fn room(&self, held: usize) -> usize {
         let free = self.target.saturating_sub(held);
         if free * 2 >= self.target { free } else { 0 }
+    }
+
+    /// How many of those held had better be left to others: none as long as it is not far too many.
+    pub(crate) fn surplus(&self, held: usize) -> usize {
+        let enough = self.target.max(self.least);
+        if held > enough * 2 + self.least { held - enough } else { 0 }
     }
 
     /// About the most bytes to fetch at once.
@@ -118,6 +130,18 @@ mod tests {
             }
         }
         assert!(pace.room(0) > 5_000, "{}", pace.room(0));
+    }
+
+    #[test]
+    fn what_a_handler_that_has_become_slow_cannot_do_soon_is_surplus() {
+        let start = Instant::now();
+        let mut pace = Pace::new(16, start);
+        for round in 1..20 {
+            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+        }
+        assert_eq!(pace.surplus(MOST_MESSAGES), 0);
+        pace.finished(0, false, start + Duration::from_secs(10));
+        assert_eq!(pace.surplus(MOST_MESSAGES), MOST_MESSAGES - 16);
     }
 
     #[test]

@@ -83,6 +83,14 @@ pub(crate) struct Page {
     pub(crate) more: bool,
 }
 
+/// Part of a lease that others had better handle.
+#[derive(Debug, Clone)]
+pub(crate) struct Surplus {
+    pub(crate) seq: i64,
+    pub(crate) token: Uuid,
+    pub(crate) part: IdSet,
+}
+
 /// Exceptions that were claimed together.
 #[derive(Debug)]
 pub(crate) struct ClaimedExceptions {
@@ -220,6 +228,16 @@ impl Protocol {
             [&self.stream.id, &self.group, &seqs, &tokens, &done];
         self.rows(&self.stream.client.inner.queries.release, &params, "hand leases back").await?;
         Ok(())
+    }
+
+    /// Hands part of a lease back; says whether that was ours still.
+    pub(crate) async fn release_part(&self, surplus: &Surplus) -> Result<bool> {
+        let part = surplus.part.to_string();
+        let params: [&(dyn ToSql + Sync); 5] =
+            [&self.stream.id, &self.group, &surplus.seq, &surplus.token, &part];
+        let release = &self.stream.client.inner.queries.release_part;
+        let doing = "hand part of a lease back";
+        Ok(one(self.rows(release, &params, doing).await?, doing)?.get(0))
     }
 
     /// Whether everything up to `id` is done or dead.

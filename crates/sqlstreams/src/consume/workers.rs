@@ -188,6 +188,16 @@ impl Queue {
         taken
     }
 
+    /// Takes the last jobs back, at most so many, that no worker has taken yet.
+    pub(crate) fn take_last(&self, most: usize) -> Vec<(Source, i64)> {
+        let mut jobs = self.lock();
+        let kept = jobs.len().saturating_sub(most);
+        let taken: Vec<_> = jobs.split_off(kept).iter().map(Job::place).collect();
+        drop(jobs);
+        self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
+        taken
+    }
+
     /// While paused, nothing is taken from the queue; what runs goes on.
     pub(crate) fn pause(&self, paused: bool) {
         if self.paused.swap(paused, Ordering::AcqRel) && !paused {

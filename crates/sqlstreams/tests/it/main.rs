@@ -22,5 +22,6 @@ mod retry;
 mod rotation;
 mod schema;
 mod support;
+mod surplus;
 mod tokens;
 mod unrelated;

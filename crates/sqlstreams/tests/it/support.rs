@@ -47,3 +47,12 @@ pub async fn numbers(client: &Client, name: &str, count: u64) -> Stream<u64> {
 pub async fn count(db: &tokio_postgres::Client, sql: &str) -> i64 {
     db.query_one(sql, &[]).await.unwrap().get(0)
 }
+
+/// Waits until something holds, for up to half a minute.
+pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
+    let deadline = tokio::time::Instant::now() + std::time::Duration::from_secs(30);
+    while !holds().await {
+        assert!(tokio::time::Instant::now() < deadline, "not within 30 s: {what}");
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+    }
+}

@@ -1,0 +1,1 @@
+SELECT {schema}.release_part($1, $2, $3, $4, $5::int8multirange)
