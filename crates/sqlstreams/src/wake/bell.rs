@@ -35,7 +35,7 @@ impl Bell {
         let mut state = bell.lock();
         state.streams.insert(stream);
         if !std::mem::replace(&mut state.ringing, true) {
-            client.inner.background.handle().spawn(ring_all(client.clone()));
+            client.inner.background.handle().spawn(ring_all(Ringing(client.clone())));
         }
     }
 
@@ -52,11 +52,23 @@ impl Bell {
     }
 }
 
+/// The task that rings. Should it panic, the next ring starts another.
+struct Ringing(Client);
+
+impl Drop for Ringing {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.inner.bell.lock().ringing = false;
+        }
+    }
+}
+
 /// Rings until there is nobody to ring for. A task by itself, that lives no longer than there is something to do.
-async fn ring_all(client: Client) {
+async fn ring_all(ringing: Ringing) {
+    let Ringing(client) = &ringing;
     while let Some(streams) = client.inner.bell.take() {
         let started = Instant::now();
-        if let Err(error) = ring(&client, &streams).await {
+        if let Err(error) = ring(client, &streams).await {
             tracing::debug!(
                 error = &error as &dyn std::error::Error,
                 "could not ring for consumers"

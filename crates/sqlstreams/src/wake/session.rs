@@ -91,7 +91,7 @@ impl Session {
         let (connection, driver) =
             inner.connector.open().await.map_err(|e| Error::from_connect(e, &inner.target))?;
         let broken = Arc::new(AtomicBool::new(false));
-        tokio::spawn(drive(driver, rung.clone(), broken.clone()));
+        tokio::spawn(drive(driver, Driven { rung: rung.clone(), broken: broken.clone() }));
         let mut session = Self { connection, life: None, broken };
         if listen {
             session.life = session.prove(client).await?;
@@ -191,14 +191,27 @@ impl Session {
     }
 }
 
+/// Marks a session as broken when the task that drives it ends, however that comes about.
+struct Driven {
+    rung: Arc<Rung>,
+    broken: Arc<AtomicBool>,
+}
+
+impl Drop for Driven {
+    fn drop(&mut self) {
+        self.broken.store(true, Ordering::Release);
+        self.rung.news.notify_one();
+    }
+}
+
 /// Moves the bytes, and tells of rings.
-async fn drive(mut driver: Driver, rung: Arc<Rung>, broken: Arc<AtomicBool>) {
+async fn drive(mut driver: Driver, driven: Driven) {
     loop {
         match poll_fn(|cx| driver.poll_message(cx)).await {
             Some(Ok(AsyncMessage::Notification(ring))) => {
                 // The payload is a stream's id; what is not one comes from somebody else.
                 if let Ok(stream) = ring.payload().parse() {
-                    rung.ring(stream);
+                    driven.rung.ring(stream);
                 }
             }
             Some(Ok(_)) => {}
@@ -212,6 +225,4 @@ async fn drive(mut driver: Driver, rung: Arc<Rung>, broken: Arc<AtomicBool>) {
             None => break,
         }
     }
-    broken.store(true, Ordering::Release);
-    rung.news.notify_one();
 }
