@@ -3,7 +3,10 @@
 //! One call at a time, in the order of [`Coordinator::step`]; between calls it waits for handlers to finish or for the
 //! watcher to see something. Leases are kept beside it (keeper.rs).
 
-use std::collections::BTreeSet;
+mod exceptions;
+mod hand_back;
+mod ranges;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,17 +14,15 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::task::JoinHandle;
 use uuid::Uuid;
 
-use super::delivery::History;
 use super::health::{Activity, Health};
 use super::held::Source;
 use super::keeper::{Holding, take_back};
 use super::pace::Pace;
-use super::protocol::{Page, Protocol};
+use super::protocol::Protocol;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings};
 use crate::error::{Error, ErrorKind, Result};
 use crate::outcome::{Outcome, Verdict};
-use crate::partitions;
 use crate::wake::{Seen, Watch, jittered};
 
 /// How long news wait for more of them.
@@ -29,8 +30,6 @@ const NEWS: Duration = Duration::from_millis(10);
 /// The pause after a failed call, growing from the first to the second.
 pub(super) const TROUBLE: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
-/// The most exceptions claimed at once.
-const MOST_EXCEPTIONS: usize = 500;
 
 pub(super) struct Coordinator {
     protocol: Protocol,
@@ -204,7 +203,7 @@ impl Coordinator {
         }
         let log = open && room > 0 && (self.seen.fresh || self.seen.lapsed);
         if open && room > 0 && self.seen.due && (self.exceptions_next || !log) {
-            self.claim_exceptions(room.min(MOST_EXCEPTIONS), false).await?;
+            self.claim_exceptions(room, false).await?;
             return Ok(true);
         }
         if log || self.holding.lock().has_news(self.limited) && self.news_are_due(now) {
@@ -212,150 +211,6 @@ impl Coordinator {
             return Ok(true);
         }
         Ok(false)
-    }
-
-    async fn advance(&mut self, limit: usize) -> Result<()> {
-        let reports = self.holding.lock().news(self.limited);
-        let token = Uuid::new_v4();
-        let (sent, bytes) = (Instant::now(), self.pace.fetch_bytes());
-        let advanced = self.protocol.advance(&reports, token, limit as i64, bytes).await;
-        let advanced = self.unless_orphaned(token, advanced, limit > 0)?;
-        self.exceptions_next = true;
-        self.limited = advanced.limited;
-        self.watch.set_paused(advanced.paused);
-        self.not_before = advanced.wait.map_or(self.not_before, |wait| sent + wait);
-        let lost = self.holding.lock().reported(&reports, &advanced.lost);
-        self.give_up(lost);
-        self.told();
-        match advanced.claimed {
-            Some(claimed) => {
-                let (first, last) = (claimed.pending.first(), claimed.pending.last());
-                // Producers of other kinds may not look after partitions.
-                if let Some(last) = last {
-                    partitions::look_after(&self.protocol.stream, last);
-                }
-                // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
-                let short =
-                    last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
-                if short {
-                    self.seen.fresh = false;
-                }
-                self.watch.claimed(last, short);
-                self.holding.lock().claimed(claimed, sent);
-                self.holding.grown();
-                self.fetched(token, limit, advanced.page)?;
-            }
-            None if limit > 0 && advanced.wait.is_none() => {
-                self.watch.claimed_nothing();
-                (self.seen.fresh, self.seen.lapsed) = (false, false);
-            }
-            None => {}
-        }
-        Ok(())
-    }
-
-    /// A claim that may have been made without our learning of it is handed back as soon as that can be said.
-    fn unless_orphaned<R>(&mut self, token: Uuid, answer: Result<R>, claiming: bool) -> Result<R> {
-        if claiming && answer.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connection) {
-            self.orphans.push(token);
-        }
-        answer
-    }
-
-    /// Fetches messages of a lease.
-    async fn fetch(&mut self, token: Uuid, after: i64, limit: usize) -> Result<()> {
-        let bytes = self.pace.fetch_bytes();
-        match self.protocol.fetch(token, after, limit as i64, bytes).await {
-            Err(error) if limit == 1 && error.may_be_a_message() => {
-                let id = self.protocol.next_id(token, after).await?;
-                self.holding.lock().fetched(token, id, id.is_some());
-                if let Some(id) = id {
-                    self.bury(Source::Lease(token), id, &error);
-                }
-                Ok(())
-            }
-            page => self.fetched(token, limit, page),
-        }
-    }
-
-    /// Takes in what a fetch for a lease brought. Where one message keeps all from being read, they are read one by one.
-    fn fetched(&mut self, token: Uuid, limit: usize, page: Result<Page>) -> Result<()> {
-        match page {
-            Ok(page) => {
-                let ids = page.messages.iter().map(|m| m.id);
-                let over = self.holding.lock().fetched(token, ids, page.more);
-                if let Some(over) = over {
-                    let source = Source::Lease(token);
-                    self.received(page.messages.into_iter().map(|message| Job {
-                        source,
-                        message,
-                        history: History::default(),
-                        over: over.clone(),
-                    }));
-                }
-                Ok(())
-            }
-            Err(error) if limit > 1 && error.may_be_a_message() => {
-                self.holding.lock().fetch_one_by_one(token);
-                Ok(())
-            }
-            // The claim stands: what it holds is fetched by itself, after a pause.
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Fetches messages of claimed exceptions, if there are any to fetch.
-    async fn fetch_exceptions(&mut self) -> Result<bool> {
-        let mut ids = self.holding.lock().unfetched_exceptions();
-        if ids.is_empty() {
-            self.exceptions_one_by_one = false;
-            return Ok(false);
-        }
-        if self.exceptions_one_by_one {
-            ids.truncate(1);
-        }
-        let page = match self.protocol.fetch_messages(&ids, self.pace.fetch_bytes()).await {
-            Ok(page) => page,
-            Err(error) if error.may_be_a_message() => {
-                match ids.as_slice() {
-                    &[id] => {
-                        let retry = self.holding.lock().fetched_exception(id);
-                        if let Some(retry) = retry {
-                            self.bury(retry.source, id, &error);
-                        }
-                    }
-                    _ => self.exceptions_one_by_one = true,
-                }
-                return Ok(true);
-            }
-            Err(error) => return Err(error),
-        };
-        // Up to here the page is complete: an id that is not on it has no message any more.
-        let complete_to = match page.messages.last() {
-            Some(last) if page.more => last.id,
-            _ => i64::MAX,
-        };
-        let found: BTreeSet<i64> = page.messages.iter().map(|m| m.id).collect();
-        for id in ids.into_iter().filter(|id| *id <= complete_to && !found.contains(id)) {
-            let retry = self.holding.lock().fetched_exception(id);
-            if let Some(retry) = retry {
-                let gone = Outcome::Dead("the message is no longer in the log".to_owned());
-                self.end(retry.source, id, gone.into());
-            }
-        }
-        let mut jobs = Vec::with_capacity(page.messages.len());
-        for message in page.messages {
-            if let Some(retry) = self.holding.lock().fetched_exception(message.id) {
-                let history = History {
-                    attempts: u32::try_from(retry.attempts).unwrap_or(0),
-                    delays: u32::try_from(retry.delays).unwrap_or(0),
-                    first_failed_at: Some(retry.first_failed_at),
-                };
-                jobs.push(Job { source: retry.source, message, history, over: retry.over });
-            }
-        }
-        self.received(jobs.into_iter());
-        Ok(true)
     }
 
     /// A message that the server cannot hand out is a dead letter.
@@ -371,104 +226,6 @@ impl Coordinator {
             self.consumed.count(outcome);
         }
         self.news_due.get_or_insert_with(Instant::now);
-    }
-
-    /// One suspect at a time in the whole process.
-    fn may_take_suspect(&mut self) -> bool {
-        if self.suspect.is_some() {
-            return false;
-        }
-        let suspects = &self.protocol.stream.client.inner.suspects;
-        self.suspect = suspects.clone().try_acquire_owned().ok();
-        self.suspect.is_some()
-    }
-
-    async fn claim_exceptions(&mut self, limit: usize, suspect: bool) -> Result<()> {
-        let token = Uuid::new_v4();
-        // Suspects are few, and may have waited for long.
-        let due_from = if suspect { None } else { self.watch.due_from() };
-        let sent = Instant::now();
-        let claimed = self.protocol.take_exceptions(token, limit as i64, suspect, due_from).await;
-        if suspect {
-            // Unless one is held, which is seen to below.
-            let permit = self.suspect.take();
-            if claimed.as_ref().is_ok_and(|claimed| !claimed.exceptions.is_empty()) {
-                self.suspect = permit;
-            }
-        }
-        let claimed = self.unless_orphaned(token, claimed, true)?;
-        self.exceptions_next = false;
-        if suspect {
-            // Where one was, more may be: the next is asked for as soon as this one has ended, not at the next look.
-            self.seen.suspect = !claimed.exceptions.is_empty();
-        } else {
-            self.seen.due = claimed.exceptions.len() == limit;
-            self.watch.claimed_exceptions(claimed.earliest_due);
-        }
-        if !claimed.exceptions.is_empty() {
-            self.watch.claimed(None, !self.seen.due);
-            self.holding.lock().claimed_exceptions(
-                token,
-                claimed.exceptions,
-                suspect,
-                claimed.lease_duration,
-                sent,
-            );
-            self.holding.grown();
-        }
-        Ok(())
-    }
-
-    async fn settle_exceptions(&mut self) -> Result<()> {
-        let reports = self.holding.lock().settled().to_vec();
-        let lost = self.protocol.settle_exceptions(&reports).await?;
-        self.holding.lock().settled_reported(reports.len());
-        self.told();
-        if !lost.is_empty() {
-            tracing::warn!(stream = self.protocol.stream.name, messages = ?lost, "leases were lost before these exceptions were settled; they will be tried again");
-        }
-        Ok(())
-    }
-
-    /// Hands back what will not be run here any more.
-    async fn hand_back_spent(&mut self) -> Result<bool> {
-        let (spent, left) = {
-            let held = self.holding.lock();
-            (held.spent(), held.left_exceptions())
-        };
-        if !spent.is_empty() {
-            self.protocol.release(&spent).await?;
-            let tokens: Vec<Uuid> = spent.iter().map(|r| r.token).collect();
-            self.holding.lock().reported(&spent, &tokens);
-        }
-        if !left.is_empty() {
-            self.protocol.release_exceptions(&left).await?;
-            let ids: Vec<i64> = left.iter().map(|(_, id)| *id).collect();
-            self.holding.lock().lost_exceptions(&ids);
-        }
-        Ok(!spent.is_empty() || !left.is_empty())
-    }
-
-    /// Handlers have become slow: others may have what would wait here for long.
-    async fn hand_back_surplus(&mut self) -> Result<bool> {
-        let surplus = self.pace.surplus(self.holding.lock().messages());
-        if surplus > 0 {
-            let taken = self.queue.take_last(surplus);
-            let mut held = self.holding.lock();
-            for (source, id) in taken {
-                held.leave(source, id);
-            }
-        }
-        let parts = self.holding.lock().surplus();
-        for surplus in &parts {
-            if self.protocol.release_part(surplus).await? {
-                self.holding.lock().parted(surplus);
-            } else {
-                let lost = self.holding.lock().reported(&[], &[surplus.token]);
-                self.give_up(lost);
-            }
-        }
-        Ok(!parts.is_empty())
     }
 
     /// Hands messages to the workers.
@@ -618,74 +375,5 @@ impl Coordinator {
             _ => return error,
         };
         Error::new(kind, format!("{what} while it was being consumed")).with_source(error)
-    }
-
-    /// Lets running handlers finish, then hands back what is left.
-    async fn stop(&mut self) -> Result<()> {
-        self.queue.pause(false);
-        let taken = self.queue.take_back(|_| false);
-        {
-            let mut held = self.holding.lock();
-            for (source, id) in taken {
-                held.leave(source, id);
-            }
-        }
-        let deadline = Instant::now() + self.settings.shutdown_timeout;
-        let abort = self.settings.abort.clone();
-        self.absorb_all();
-        while self.queue.unfinished() > 0 && Instant::now() < deadline && !abort.is_cancelled() {
-            self.show();
-            tokio::select! {
-                Some(finished) = self.results.recv() => self.unabsorbed.extend(finished),
-                () = abort.cancelled() => {}
-                () = tokio::time::sleep_until(deadline.into()) => {}
-            }
-            self.absorb_all();
-        }
-        let running = self.queue.unfinished();
-        if running > 0 && !abort.is_cancelled() {
-            tracing::warn!(
-                stream = self.protocol.stream.name,
-                handlers = running,
-                "handlers did not finish in time; their messages are handed back"
-            );
-        }
-        self.workers.abort().await;
-        self.absorb_all();
-        let last_try = Instant::now() + TROUBLE.1;
-        loop {
-            match self.hand_back().await {
-                Err(error) if error.is_retryable() && Instant::now() < last_try => {
-                    tokio::time::sleep(jittered(TROUBLE.0 * 2)).await;
-                }
-                result => return result,
-            }
-        }
-    }
-
-    async fn hand_back(&mut self) -> Result<()> {
-        if self.has_settled() {
-            self.settle_exceptions().await?;
-        }
-        if self.holding.lock().has_news(false) {
-            self.advance(0).await?;
-        }
-        while let Some(orphan) = self.orphans.last() {
-            self.protocol.release_claim(*orphan).await?;
-            self.orphans.pop();
-        }
-        let reports = self.holding.lock().last_words();
-        if !reports.is_empty() {
-            self.protocol.release(&reports).await?;
-            let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
-            self.holding.lock().reported(&reports, &tokens);
-        }
-        let exceptions = self.holding.lock().exceptions();
-        if !exceptions.is_empty() {
-            self.protocol.release_exceptions(&exceptions).await?;
-            let ids: Vec<i64> = exceptions.iter().map(|(_, id)| *id).collect();
-            self.holding.lock().lost_exceptions(&ids);
-        }
-        Ok(())
     }
 }

@@ -1,0 +1,121 @@
+//! Handing back: what lapsed, what slow handlers cannot do soon, and everything at the end.
+
+use std::time::Instant;
+
+use uuid::Uuid;
+
+use super::{Coordinator, TROUBLE};
+use crate::error::Result;
+use crate::wake::jittered;
+
+impl Coordinator {
+    /// Hands back what will not be run here any more.
+    pub(super) async fn hand_back_spent(&mut self) -> Result<bool> {
+        let (spent, left) = {
+            let held = self.holding.lock();
+            (held.spent(), held.left_exceptions())
+        };
+        if !spent.is_empty() {
+            self.protocol.release(&spent).await?;
+            let tokens: Vec<Uuid> = spent.iter().map(|r| r.token).collect();
+            self.holding.lock().reported(&spent, &tokens);
+        }
+        if !left.is_empty() {
+            self.protocol.release_exceptions(&left).await?;
+            let ids: Vec<i64> = left.iter().map(|(_, id)| *id).collect();
+            self.holding.lock().lost_exceptions(&ids);
+        }
+        Ok(!spent.is_empty() || !left.is_empty())
+    }
+
+    /// Handlers have become slow: others may have what would wait here for long.
+    pub(super) async fn hand_back_surplus(&mut self) -> Result<bool> {
+        let surplus = self.pace.surplus(self.holding.lock().messages());
+        if surplus > 0 {
+            let taken = self.queue.take_last(surplus);
+            let mut held = self.holding.lock();
+            for (source, id) in taken {
+                held.leave(source, id);
+            }
+        }
+        let parts = self.holding.lock().surplus();
+        for surplus in &parts {
+            if self.protocol.release_part(surplus).await? {
+                self.holding.lock().parted(surplus);
+            } else {
+                let lost = self.holding.lock().reported(&[], &[surplus.token]);
+                self.give_up(lost);
+            }
+        }
+        Ok(!parts.is_empty())
+    }
+
+    /// Lets running handlers finish, then hands back what is left.
+    pub(super) async fn stop(&mut self) -> Result<()> {
+        self.queue.pause(false);
+        let taken = self.queue.take_back(|_| false);
+        {
+            let mut held = self.holding.lock();
+            for (source, id) in taken {
+                held.leave(source, id);
+            }
+        }
+        let deadline = Instant::now() + self.settings.shutdown_timeout;
+        let abort = self.settings.abort.clone();
+        self.absorb_all();
+        while self.queue.unfinished() > 0 && Instant::now() < deadline && !abort.is_cancelled() {
+            self.show();
+            tokio::select! {
+                Some(finished) = self.results.recv() => self.unabsorbed.extend(finished),
+                () = abort.cancelled() => {}
+                () = tokio::time::sleep_until(deadline.into()) => {}
+            }
+            self.absorb_all();
+        }
+        let running = self.queue.unfinished();
+        if running > 0 && !abort.is_cancelled() {
+            tracing::warn!(
+                stream = self.protocol.stream.name,
+                handlers = running,
+                "handlers did not finish in time; their messages are handed back"
+            );
+        }
+        self.workers.abort().await;
+        self.absorb_all();
+        let last_try = Instant::now() + TROUBLE.1;
+        loop {
+            match self.hand_back().await {
+                Err(error) if error.is_retryable() && Instant::now() < last_try => {
+                    tokio::time::sleep(jittered(TROUBLE.0 * 2)).await;
+                }
+                result => return result,
+            }
+        }
+    }
+
+    pub(super) async fn hand_back(&mut self) -> Result<()> {
+        if self.has_settled() {
+            self.settle_exceptions().await?;
+        }
+        if self.holding.lock().has_news(false) {
+            self.advance(0).await?;
+        }
+        while let Some(orphan) = self.orphans.last() {
+            self.protocol.release_claim(*orphan).await?;
+            self.orphans.pop();
+        }
+        let reports = self.holding.lock().last_words();
+        if !reports.is_empty() {
+            self.protocol.release(&reports).await?;
+            let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
+            self.holding.lock().reported(&reports, &tokens);
+        }
+        let exceptions = self.holding.lock().exceptions();
+        if !exceptions.is_empty() {
+            self.protocol.release_exceptions(&exceptions).await?;
+            let ids: Vec<i64> = exceptions.iter().map(|(_, id)| *id).collect();
+            self.holding.lock().lost_exceptions(&ids);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,110 @@
+//! Ranges of the log: claiming them, telling what became of them, fetching their messages.
+
+use std::time::Instant;
+
+use uuid::Uuid;
+
+use super::Coordinator;
+use crate::consume::delivery::History;
+use crate::consume::held::Source;
+use crate::consume::protocol::Page;
+use crate::consume::workers::Job;
+use crate::error::{ErrorKind, Result};
+use crate::partitions;
+
+impl Coordinator {
+    pub(super) async fn advance(&mut self, limit: usize) -> Result<()> {
+        let reports = self.holding.lock().news(self.limited);
+        let token = Uuid::new_v4();
+        let (sent, bytes) = (Instant::now(), self.pace.fetch_bytes());
+        let advanced = self.protocol.advance(&reports, token, limit as i64, bytes).await;
+        let advanced = self.unless_orphaned(token, advanced, limit > 0)?;
+        self.exceptions_next = true;
+        self.limited = advanced.limited;
+        self.watch.set_paused(advanced.paused);
+        self.not_before = advanced.wait.map_or(self.not_before, |wait| sent + wait);
+        let lost = self.holding.lock().reported(&reports, &advanced.lost);
+        self.give_up(lost);
+        self.told();
+        match advanced.claimed {
+            Some(claimed) => {
+                let (first, last) = (claimed.pending.first(), claimed.pending.last());
+                // Producers of other kinds may not look after partitions.
+                if let Some(last) = last {
+                    partitions::look_after(&self.protocol.stream, last);
+                }
+                // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
+                let short =
+                    last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
+                if short {
+                    self.seen.fresh = false;
+                }
+                self.watch.claimed(last, short);
+                self.holding.lock().claimed(claimed, sent);
+                self.holding.grown();
+                self.fetched(token, limit, advanced.page)?;
+            }
+            None if limit > 0 && advanced.wait.is_none() => {
+                self.watch.claimed_nothing();
+                (self.seen.fresh, self.seen.lapsed) = (false, false);
+            }
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// A claim that may have been made without our learning of it is handed back as soon as that can be said.
+    pub(super) fn unless_orphaned<R>(
+        &mut self,
+        token: Uuid,
+        answer: Result<R>,
+        claiming: bool,
+    ) -> Result<R> {
+        if claiming && answer.as_ref().is_err_and(|e| e.kind() == ErrorKind::Connection) {
+            self.orphans.push(token);
+        }
+        answer
+    }
+
+    /// Fetches messages of a lease.
+    pub(super) async fn fetch(&mut self, token: Uuid, after: i64, limit: usize) -> Result<()> {
+        let bytes = self.pace.fetch_bytes();
+        match self.protocol.fetch(token, after, limit as i64, bytes).await {
+            Err(error) if limit == 1 && error.may_be_a_message() => {
+                let id = self.protocol.next_id(token, after).await?;
+                self.holding.lock().fetched(token, id, id.is_some());
+                if let Some(id) = id {
+                    self.bury(Source::Lease(token), id, &error);
+                }
+                Ok(())
+            }
+            page => self.fetched(token, limit, page),
+        }
+    }
+
+    /// Takes in what a fetch for a lease brought. Where one message keeps all from being read, they are read one by one.
+    pub(super) fn fetched(&mut self, token: Uuid, limit: usize, page: Result<Page>) -> Result<()> {
+        match page {
+            Ok(page) => {
+                let ids = page.messages.iter().map(|m| m.id);
+                let over = self.holding.lock().fetched(token, ids, page.more);
+                if let Some(over) = over {
+                    let source = Source::Lease(token);
+                    self.received(page.messages.into_iter().map(|message| Job {
+                        source,
+                        message,
+                        history: History::default(),
+                        over: over.clone(),
+                    }));
+                }
+                Ok(())
+            }
+            Err(error) if limit > 1 && error.may_be_a_message() => {
+                self.holding.lock().fetch_one_by_one(token);
+                Ok(())
+            }
+            // The claim stands: what it holds is fetched by itself, after a pause.
+            Err(error) => Err(error),
+        }
+    }
+}
