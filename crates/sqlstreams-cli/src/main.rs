@@ -1,6 +1,6 @@
 //! The sqlstreams command.
 //!
-//! `main` parses ([`cli`]), gathers what commands share ([`context`]), runs one command ([`commands`], [`demo`], [`bench`]) and turns
+//! `main` parses ([`cli`]), gathers what commands share ([`context`]), runs one command ([`commands`], [`demo`], [`mod@bench`]) and turns
 //! what went wrong into a line, a hint and an exit code ([`failure`]).
 
 mod bench;

@@ -77,13 +77,26 @@ pub(crate) struct History {
 /// Until when a handler may run; it can be moved.
 #[derive(Debug)]
 pub(crate) struct Deadline {
+    since: Instant,
     at: Mutex<Instant>,
     moved: Notify,
 }
 
+/// So long after, or a year, which is for ever, where a clock does not reach that far.
+fn later(since: Instant, time: Duration) -> Instant {
+    since.checked_add(time).unwrap_or(since + Duration::from_secs(86_400 * 365))
+}
+
 impl Deadline {
-    pub(crate) fn new(at: Instant) -> Self {
-        Self { at: Mutex::new(at), moved: Notify::new() }
+    /// So long from now.
+    pub(crate) fn after(limit: Duration) -> Self {
+        let since = Instant::now();
+        Self { since, at: Mutex::new(later(since, limit)), moved: Notify::new() }
+    }
+
+    /// How long it is from beginning to end.
+    pub(crate) fn limit(&self) -> Duration {
+        self.at().saturating_duration_since(self.since)
     }
 
     fn at(&self) -> Instant {
@@ -156,7 +169,7 @@ impl Context {
     pub fn extend(&self, time: Duration) {
         if let Some(deadline) = &self.deadline {
             let now = Instant::now();
-            deadline.set(now.checked_add(time).unwrap_or(now + Duration::from_secs(86_400 * 365)));
+            deadline.set(later(now, time));
         }
     }
 

@@ -4,7 +4,7 @@ use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
@@ -121,7 +121,7 @@ where
 
 impl<T: Send + 'static> Run<T> {
     async fn run<C: Codec<T>>(&self, jobs: Vec<Job>) -> Vec<Finished> {
-        let deadline = self.timeout.map(|limit| Arc::new(Deadline::new(Instant::now() + limit)));
+        let deadline = self.timeout.map(|limit| Arc::new(Deadline::after(limit)));
         let mut finished = Vec::with_capacity(jobs.len());
         let mut running = Vec::with_capacity(jobs.len());
         let mut deliveries = Vec::with_capacity(jobs.len());
@@ -177,7 +177,8 @@ impl<T: Send + 'static> Run<T> {
                 biased;
                 ended = run => ended,
                 () = deadline.passed() => {
-                    return vec![Outcome::Retry("the handler took longer than its timeout".to_owned()); count];
+                    let error = format!("the handler took longer than {:?}", deadline.limit());
+                    return vec![Outcome::Retry(error); count];
                 }
             },
         };

@@ -30,11 +30,11 @@ pub(crate) struct WorkerArgs {
 }
 
 pub(crate) async fn run(args: WorkerArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    die_with_the_parent();
     let signals = Signals::catch_for_handlers()?;
     let url = context.given_database_url().ok_or_else(|| {
         Failure::usage("no_database", "`bench chaos` starts this, and tells it the database")
     })?;
+    die_with_the_parent();
     let client = Client::builder(url).schema(context.schema()).migrate(false).connect().await?;
     let stream = client.stream::<i64>(&args.stream).open().await?;
     let tables = Tables::of(context.schema(), &args.stream);
