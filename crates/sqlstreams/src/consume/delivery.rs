@@ -7,6 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
+use super::later;
 use crate::message::Message;
 
 /// A message that is to be handled, and how things stand with it. The message's own fields can be used directly:
@@ -80,11 +81,6 @@ pub(crate) struct Deadline {
     since: Instant,
     at: Mutex<Instant>,
     moved: Notify,
-}
-
-/// So long after, or a year, which is for ever, where a clock does not reach that far.
-fn later(since: Instant, time: Duration) -> Instant {
-    since.checked_add(time).unwrap_or(since + Duration::from_secs(86_400 * 365))
 }
 
 impl Deadline {

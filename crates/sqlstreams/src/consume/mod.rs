@@ -23,7 +23,7 @@ mod run;
 mod transaction;
 mod workers;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
@@ -71,4 +71,9 @@ impl Consumed {
         };
         *counter += 1;
     }
+}
+
+/// So long after, or a year, which is for ever, where a clock does not reach that far.
+fn later(since: Instant, time: Duration) -> Instant {
+    since.checked_add(time).unwrap_or(since + Duration::from_secs(86_400 * 365))
 }

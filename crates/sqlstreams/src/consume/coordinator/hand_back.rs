@@ -5,6 +5,7 @@ use std::time::Instant;
 use uuid::Uuid;
 
 use super::{Coordinator, TROUBLE};
+use crate::consume::later;
 use crate::error::Result;
 use crate::wake::jittered;
 
@@ -60,7 +61,7 @@ impl Coordinator {
                 held.leave(source, id);
             }
         }
-        let deadline = Instant::now() + self.settings.shutdown_timeout;
+        let deadline = later(Instant::now(), self.settings.shutdown_timeout);
         let abort = self.settings.abort.clone();
         self.absorb_all();
         while self.queue.unfinished() > 0 && Instant::now() < deadline && !abort.is_cancelled() {
