@@ -330,8 +330,8 @@ struct Looking<'a> {
     client: &'a Client,
     watcher: &'a Watcher,
     life: Option<Life>,
-    /// Since when owners are missing.
-    missing: HashMap<i64, Instant>,
+    /// Since when owners are missing, by the group in whose full looks they are, and their number.
+    missing: HashMap<(i64, i64), Instant>,
     /// When the next look is allowed.
     rested: Instant,
     trouble: Duration,
@@ -467,7 +467,7 @@ impl<'a> Looking<'a> {
             let look = looks.iter().find(|look| look.group == group.group);
             self.take_in(group, look, full).await?;
         }
-        self.missing.retain(|owner, _| looks.iter().any(|look| look.missing.contains(owner)));
+        self.missing.retain(|(id, _), _| watched.iter().any(|group| group.group == *id));
         Ok(())
     }
 
@@ -480,8 +480,13 @@ impl<'a> Looking<'a> {
             false => look.seen,
         });
         let mut verdict = None;
+        if full {
+            // Only such a look tells who is back, or has nothing any more.
+            let still = look.map_or(&[][..], |look| &look.missing);
+            self.missing.retain(|(id, owner), _| *id != group.group || still.contains(owner));
+        }
         for owner in look.iter().flat_map(|look| &look.missing) {
-            let since = *self.missing.entry(*owner).or_insert(now);
+            let since = *self.missing.entry((group.group, *owner)).or_insert(now);
             if now.duration_since(since) >= MISSING {
                 tracing::warn!(
                     stream = group.stream,
