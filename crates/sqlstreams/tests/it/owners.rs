@@ -111,8 +111,10 @@ async fn tb_078_a_message_that_kills_its_process_dies_alone() {
     let mut numbers = 3..;
     while scene.group.status().await.unwrap().dead == 0 || !scene.is_resolved().await {
         assert!(Instant::now() < deadline, "the group does not come to an end");
-        for process in processes.iter_mut().filter(|process| process.has_ended()) {
-            *process = start(numbers.next().unwrap());
+        for process in &mut processes {
+            if process.has_ended() {
+                *process = start(numbers.next().unwrap());
+            }
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
