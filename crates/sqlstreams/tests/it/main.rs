@@ -17,6 +17,7 @@ mod horizon;
 mod isolation;
 mod journal;
 mod late_commits;
+mod leases;
 mod owners;
 mod places;
 mod plain;
