@@ -27,6 +27,7 @@ mod retry;
 mod rotation;
 mod scene;
 mod schema;
+mod shutdown;
 mod support;
 mod surplus;
 mod tokens;
