@@ -371,9 +371,11 @@ impl Held {
         self.exceptions.iter().filter(|(_, e)| e.left).map(|(id, e)| (e.token, *id)).collect()
     }
 
-    /// What of our leases will not be run here: taken from the queue again, and what comes after that in the same lease.
-    pub(crate) fn surplus(&self) -> Vec<Surplus> {
-        let given = self.leases.values().filter(|l| !l.left.is_empty() && !l.term.is_over());
+    /// What of our leases will not be run here: taken from the queue again, and what comes after that in the same lease; with
+    /// `unfetched`, whatever was not fetched.
+    pub(crate) fn surplus(&self, unfetched: bool) -> Vec<Surplus> {
+        let is_given = |l: &&Lease| !l.left.is_empty() || unfetched && !l.is_fetched();
+        let given = self.leases.values().filter(|l| is_given(l) && !l.term.is_over());
         given
             .map(|lease| Surplus {
                 seq: lease.seq,

@@ -47,7 +47,8 @@ pub(crate) struct Settings {
     health: Health,
 }
 
-/// What a consumer did.
+/// What a consumer did, as its handlers ended. What ends after its lease was lost may be counted here, although another consumer
+/// handles it again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Consumed {

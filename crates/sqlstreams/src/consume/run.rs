@@ -60,6 +60,10 @@ where
     let names = Names { stream: stream.name.clone(), group: group.name.clone() };
     let protocol = Protocol { stream: stream.clone(), group: group.id };
     let watch = Watcher::watch(&stream.client, stream.id, group.id);
+    tokio::select! {
+        () = stream.client.inner.watcher.known() => {}
+        () = settings.stop.cancelled() => {}
+    }
 
     let (queue, holding) = (Arc::new(Queue::new()), Arc::new(Holding::default()));
     // Unbounded, yet never longer than what the consumer holds.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{Notify, Semaphore, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -89,7 +89,7 @@ impl Workers {
 }
 
 async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
-    while let Some(jobs) = queue.next(work.batch).await {
+    while let Some((jobs, _permit)) = queue.next(work.batch, work.budget.as_ref()).await {
         let finished = run(&queue, &work, jobs).await;
         // Nobody listens any more when the consumer is gone.
         let _ = work.finished.send(finished);
@@ -104,16 +104,6 @@ async fn run(queue: &Queue, work: &Work, jobs: Vec<Job>) -> Vec<Finished> {
     let Some(over) = jobs.first().map(|job| job.over.clone()) else { return finished };
     let places: Vec<(Source, i64)> = jobs.iter().map(Job::place).collect();
     let lost = || places.iter().copied().map(cancelled);
-    let _permit = match &work.budget {
-        None => None,
-        Some(budget) => tokio::select! {
-            permit = budget.clone().acquire_owned() => permit.ok(),
-            () = over.cancelled() => {
-                finished.extend(lost());
-                return finished;
-            }
-        },
-    };
     tokio::select! {
         biased;
         ended = (work.runner)(jobs) => finished.extend(ended),
@@ -214,11 +204,16 @@ impl Queue {
         Duration::from_millis(self.margin.load(Ordering::Relaxed) as u64)
     }
 
-    /// The next jobs, at least one and at most `most`.
-    async fn next(&self, most: usize) -> Option<Vec<Job>> {
+    /// The next jobs, at least one and at most `most`, with a place in the budget. What waits for one does so in the queue,
+    /// from where it can be taken back.
+    async fn next(
+        &self,
+        most: usize,
+        budget: Option<&Arc<Semaphore>>,
+    ) -> Option<(Vec<Job>, Option<OwnedSemaphorePermit>)> {
         loop {
             self.ready.acquire().await.ok()?.forget();
-            self.until_resumed().await;
+            let permit = self.until_allowed(budget).await?;
             let mut queue = self.lock();
             let count = queue.len().min(most);
             if count == 0 {
@@ -229,7 +224,22 @@ impl Queue {
             if let Ok(more) = self.ready.try_acquire_many(count as u32 - 1) {
                 more.forget();
             }
-            return Some(jobs);
+            return Some((jobs, permit));
+        }
+    }
+
+    /// Until the group is not paused and the budget has a place, which nobody keeps during a pause.
+    async fn until_allowed(
+        &self,
+        budget: Option<&Arc<Semaphore>>,
+    ) -> Option<Option<OwnedSemaphorePermit>> {
+        loop {
+            self.until_resumed().await;
+            let Some(budget) = budget else { return Some(None) };
+            let permit = budget.clone().acquire_owned().await.ok()?;
+            if !self.paused.load(Ordering::Acquire) {
+                return Some(Some(permit));
+            }
         }
     }
 

@@ -24,6 +24,8 @@ const BUSY: Duration = Duration::from_millis(100);
 const OTHERS: Duration = Duration::from_millis(500);
 /// How long an owner has to be missing.
 const MISSING: Duration = Duration::from_secs(1);
+/// How long a consumer waits at its start for its process to be known.
+const INTRODUCTION: Duration = Duration::from_secs(1);
 /// After a look there is none for so many times as long as it took, unless it took very long.
 const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
@@ -62,6 +64,8 @@ pub(crate) struct Watcher {
     session: tokio::sync::Mutex<Option<Session>>,
     /// As what this process is known; changes whenever the session does.
     life: watch::Sender<Option<i64>>,
+    /// Whether there is a session: then it is known whether it has a number.
+    connected: watch::Sender<bool>,
 }
 
 #[derive(Debug, Default)]
@@ -124,6 +128,7 @@ impl Watcher {
             rung: Arc::default(),
             session: tokio::sync::Mutex::default(),
             life: watch::Sender::new(None),
+            connected: watch::Sender::new(false),
         }
     }
 
@@ -171,6 +176,13 @@ impl Watcher {
     /// The number of this process, now and whenever it changes.
     pub(crate) fn life(&self) -> watch::Receiver<Option<i64>> {
         self.life.subscribe()
+    }
+
+    /// Waits, but not for long, until it is known as whom this process holds leases. What it claims before that has no
+    /// owner, so that nobody would notice its death: and a message that kills its process does so right at the start.
+    pub(crate) async fn known(&self) {
+        let mut connected = self.connected.subscribe();
+        let _ = tokio::time::timeout(INTRODUCTION, connected.wait_for(|is| *is)).await;
     }
 
     /// A statement in a transaction of its own on the session; `None` when there is no session that works.
@@ -322,6 +334,7 @@ impl Watcher {
     async fn end_session(&self) {
         *self.session.lock().await = None;
         self.life.send_if_modified(|life| life.take().is_some());
+        self.connected.send_replace(false);
     }
 }
 
@@ -330,8 +343,8 @@ struct Looking<'a> {
     client: &'a Client,
     watcher: &'a Watcher,
     life: Option<Life>,
-    /// Since when owners are missing.
-    missing: HashMap<i64, Instant>,
+    /// Since when owners are missing, by the group in whose full looks they are, and their number.
+    missing: HashMap<(i64, i64), Instant>,
     /// When the next look is allowed.
     rested: Instant,
     trouble: Duration,
@@ -431,6 +444,7 @@ impl<'a> Looking<'a> {
         tracing::debug!(owner, "connected to look for messages");
         *self.watcher.session.lock().await = Some(session);
         self.watcher.life.send_replace(owner);
+        self.watcher.connected.send_replace(true);
         self.missing.clear();
         // What was rung for meanwhile was not heard.
         for group in self.watcher.watched() {
@@ -467,7 +481,7 @@ impl<'a> Looking<'a> {
             let look = looks.iter().find(|look| look.group == group.group);
             self.take_in(group, look, full).await?;
         }
-        self.missing.retain(|owner, _| looks.iter().any(|look| look.missing.contains(owner)));
+        self.missing.retain(|(id, _), _| watched.iter().any(|group| group.group == *id));
         Ok(())
     }
 
@@ -480,8 +494,13 @@ impl<'a> Looking<'a> {
             false => look.seen,
         });
         let mut verdict = None;
+        if full {
+            // Only such a look tells who is back, or has nothing any more.
+            let still = look.map_or(&[][..], |look| &look.missing);
+            self.missing.retain(|(id, owner), _| *id != group.group || still.contains(owner));
+        }
         for owner in look.iter().flat_map(|look| &look.missing) {
-            let since = *self.missing.entry(*owner).or_insert(now);
+            let since = *self.missing.entry((group.group, *owner)).or_insert(now);
             if now.duration_since(since) >= MISSING {
                 tracing::warn!(
                     stream = group.stream,

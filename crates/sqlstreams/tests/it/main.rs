@@ -4,23 +4,30 @@
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod ambiguous;
+mod child;
 mod consume;
 mod crash;
 mod economics;
 mod exceptions;
 mod fence;
 mod fence_restart;
+mod frozen;
 mod groups;
 mod horizon;
 mod isolation;
+mod journal;
 mod late_commits;
+mod leases;
+mod owners;
 mod places;
 mod plain;
 mod produce;
 mod proxy;
 mod retry;
 mod rotation;
+mod scene;
 mod schema;
+mod shutdown;
 mod support;
 mod surplus;
 mod tokens;

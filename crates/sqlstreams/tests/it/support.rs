@@ -31,8 +31,12 @@ pub async fn connect(url: &str) -> tokio_postgres::Client {
 
 /// A client with the schema installed in a new database, and a plain connection to that.
 pub async fn client() -> (Client, tokio_postgres::Client) {
-    let url = database().await;
-    (Client::connect(&url).await.unwrap(), connect(&url).await)
+    client_at(&database().await).await
+}
+
+/// The same in this database.
+pub async fn client_at(url: &str) -> (Client, tokio_postgres::Client) {
+    (Client::connect(url).await.unwrap(), connect(url).await)
 }
 
 /// A new JSON stream of numbers with `count` messages, 0 and up.

@@ -39,7 +39,12 @@ impl Coordinator {
                 held.leave(source, id);
             }
         }
-        let parts = self.holding.lock().surplus();
+        self.hand_back_parts(false).await
+    }
+
+    /// Hands back what of our leases was taken from the queue again; with `unfetched`, what never came into it as well.
+    async fn hand_back_parts(&mut self, unfetched: bool) -> Result<bool> {
+        let parts = self.holding.lock().surplus(unfetched);
         for surplus in &parts {
             if self.protocol.release_part(surplus).await? {
                 self.holding.lock().parted(surplus);
@@ -51,7 +56,18 @@ impl Coordinator {
         Ok(!parts.is_empty())
     }
 
-    /// Lets running handlers finish, then hands back what is left.
+    /// Hands back what does not run, while the rest does.
+    async fn hand_back_idle(&mut self) -> Result<()> {
+        let idle = self.holding.lock().left_exceptions();
+        if !idle.is_empty() {
+            self.protocol.release_exceptions(&idle).await?;
+            let ids: Vec<i64> = idle.iter().map(|(_, id)| *id).collect();
+            self.holding.lock().lost_exceptions(&ids);
+        }
+        self.hand_back_parts(true).await.map(|_| ())
+    }
+
+    /// Hands back at once what does not run, lets running handlers finish, and hands back what is left then.
     pub(super) async fn stop(&mut self) -> Result<()> {
         self.queue.pause(false);
         let taken = self.queue.take_back(|_| false);
@@ -64,6 +80,17 @@ impl Coordinator {
         let deadline = later(Instant::now(), self.settings.shutdown_timeout);
         let abort = self.settings.abort.clone();
         self.absorb_all();
+        tokio::select! {
+            handed_back = self.hand_back_idle() => if let Err(error) = handed_back {
+                tracing::warn!(
+                    stream = self.protocol.stream.name,
+                    error = &error as &dyn std::error::Error,
+                    "could not hand back what does not run; that is done at the end"
+                );
+            },
+            () = abort.cancelled() => {}
+            () = tokio::time::sleep_until(deadline.into()) => {}
+        }
         while self.queue.unfinished() > 0 && Instant::now() < deadline && !abort.is_cancelled() {
             self.show();
             tokio::select! {
