@@ -111,8 +111,10 @@ impl Session {
 
         // A transaction pooler gives an idle server connection away as soon as somebody else wants one.
         let other = client.connection(doing).await?;
-        let begun = self.answer(other.batch_execute("BEGIN"), doing).await;
-        let mut ours = begun.is_ok();
+        if let Err(error) = self.answer(other.batch_execute("BEGIN"), doing).await {
+            return client.keep(other, Err(error));
+        }
+        let mut ours = true;
         for _ in 0..2 {
             let params: [&(dyn ToSql + Sync); 2] = [&owner, &backend];
             let is_owner = run(&self.connection, &queries.is_owner, &params);
@@ -125,7 +127,6 @@ impl Session {
         if self.answer(other.batch_execute("ROLLBACK"), doing).await.is_err() {
             drop(Object::take(other));
         }
-        begun?;
         if !ours {
             tracing::info!(
                 "the connection is pooled by transaction: no notifications, messages are found by polling"

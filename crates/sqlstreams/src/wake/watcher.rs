@@ -22,6 +22,9 @@ const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_sec
 const BUSY: Duration = Duration::from_millis(100);
 /// How often a group is looked at of whose leases another process has some.
 const OTHERS: Duration = Duration::from_millis(500);
+/// After a ring a consumer that got nothing the last time leaves so much time to the one that did, lest all of many idle
+/// consumers claim because of one message.
+const OTHERS_FIRST: Duration = Duration::from_millis(15);
 /// How long an owner has to be missing.
 const MISSING: Duration = Duration::from_secs(1);
 /// After a look there is none for so many times as long as it took, unless it took very long.
@@ -89,8 +92,8 @@ struct State {
     paused: bool,
     pace: Duration,
     next: Instant,
-    /// Look for fresh messages now.
-    rung: bool,
+    /// Somebody rang: look for fresh messages then.
+    rung: Option<Instant>,
     /// A ring needs no look: the last time there were messages for this consumer.
     direct: bool,
     /// Since the last full look somebody rang.
@@ -139,7 +142,7 @@ impl Watcher {
                 paused: false,
                 pace: PACE.0,
                 next: now,
-                rung: false,
+                rung: None,
                 direct: true,
                 rang: false,
                 by_ring: false,
@@ -175,17 +178,19 @@ impl Watcher {
 
     /// A statement in a transaction of its own on the session; `None` when there is no session that works.
     pub(crate) async fn transact(
-        &self,
+        client: &Client,
         begin: &str,
         query: &crate::queries::Query,
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Option<Result<Vec<tokio_postgres::Row>>> {
-        let session = self.session.lock().await;
+        let watcher = &client.inner.watcher;
+        let session = watcher.session.lock().await;
         let session = session.as_ref().filter(|session| !session.is_broken())?;
         let answer = session.transact(begin, query, params, doing).await;
         if session.is_broken() {
-            self.rung.news.notify_one();
+            client.forget_idle_connections();
+            watcher.rung.news.notify_one();
             return None;
         }
         Some(answer)
@@ -281,8 +286,8 @@ impl Group {
             state.seen.fresh = true;
             drop(state);
             self.news.notify_one();
-        } else {
-            state.rung = true;
+        } else if state.rung.is_none() {
+            state.rung = Some(Instant::now() + OTHERS_FIRST.mul_f64(jitter()));
         }
     }
 
@@ -400,7 +405,7 @@ impl<'a> Looking<'a> {
         }
         let now = Instant::now();
         let watched = self.watcher.watched();
-        let next = watched.iter().map(|group| group.state().due(now)).min();
+        let next = watched.iter().map(|group| group.state().due()).min();
         match next {
             Some(next) if next.max(self.rested) <= now => self.look(&watched, now).await,
             _ => {
@@ -415,12 +420,11 @@ impl<'a> Looking<'a> {
     }
 
     async fn connect(&mut self) -> Result<()> {
-        let broken = match &*self.watcher.session.lock().await {
-            Some(session) => session.is_broken(),
-            None => true,
-        };
-        if !broken {
-            return Ok(());
+        match &*self.watcher.session.lock().await {
+            Some(session) if !session.is_broken() => return Ok(()),
+            // What broke it has probably broken others, which nobody is to wait for.
+            Some(_) => self.client.forget_idle_connections(),
+            None => {}
         }
         // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
         self.watcher.end_session().await;
@@ -447,13 +451,13 @@ impl<'a> Looking<'a> {
         for group in watched {
             let mut state = group.state();
             let due = state.next.saturating_duration_since(now) <= state.pace / 2;
-            if due || state.rung {
+            if due || state.rung.is_some_and(|rung| rung <= now) {
                 streams.push(group.stream);
                 groups.push(group.group);
                 known.push(state.claimed);
                 due_from.push(state.due_from.now());
                 full.push(due);
-                state.rung = false;
+                state.rung = None;
                 looked.push(group);
             }
         }
@@ -463,16 +467,23 @@ impl<'a> Looking<'a> {
         let looks = self.ask(&params).await?;
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
+        // The same for all, so that those that are idle are looked at together again.
+        let jitter = jitter();
         for (group, full) in looked.into_iter().zip(full) {
             let look = looks.iter().find(|look| look.group == group.group);
-            self.take_in(group, look, full).await?;
+            self.take_in(group, look, full.then_some(jitter)).await?;
         }
         self.missing.retain(|owner, _| looks.iter().any(|look| look.missing.contains(owner)));
         Ok(())
     }
 
-    /// What was seen of a group; `None`: nothing.
-    async fn take_in(&mut self, group: &Group, look: Option<&Look>, full: bool) -> Result<()> {
+    /// What was seen of a group, `None`: nothing. After a full look the next is timed, with this jitter.
+    async fn take_in(
+        &mut self,
+        group: &Group,
+        look: Option<&Look>,
+        full: Option<f64>,
+    ) -> Result<()> {
         let now = Instant::now();
         let mut seen = look.map_or(Seen::default(), |look| match look.gone {
             // The consumer will be told so by its own next call.
@@ -500,7 +511,7 @@ impl<'a> Looking<'a> {
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
         }
-        if full {
+        if let Some(jitter) = full {
             let rang = std::mem::take(&mut state.rang);
             if seen.fresh {
                 state.by_ring = rang;
@@ -513,11 +524,11 @@ impl<'a> Looking<'a> {
             };
             // Exactly when there is something to see, where that is known.
             let known = look.and_then(|look| look.next_due).map(|due| now + due);
-            let next = now + jittered(state.pace);
+            let next = now + state.pace.mul_f64(jitter);
             state.next =
                 [known, verdict].into_iter().flatten().fold(next, Instant::min).max(now + PACE.0);
         }
-        let tell = full || seen != Seen::default() || was_paused != state.paused;
+        let tell = full.is_some() || seen != Seen::default() || was_paused != state.paused;
         drop(state);
         if tell {
             group.tell(seen);
@@ -560,11 +571,8 @@ impl<'a> Looking<'a> {
     async fn expire(&self, group: &Group, owner: i64) -> Result<bool> {
         let params: [&(dyn ToSql + Sync); 3] = [&group.stream, &group.group, &owner];
         let expire = &self.client.inner.queries.expire_owner;
-        match self
-            .watcher
-            .transact(BOOKKEEPING, expire, &params, "take over from a dead consumer")
-            .await
-        {
+        let doing = "take over from a dead consumer";
+        match Watcher::transact(self.client, BOOKKEEPING, expire, &params, doing).await {
             Some(rows) => Ok(rows?.first().is_some_and(|row| row.get(0))),
             None => Ok(false),
         }
@@ -573,12 +581,16 @@ impl<'a> Looking<'a> {
 
 impl State {
     /// When it is to be looked at.
-    fn due(&self, now: Instant) -> Instant {
-        if self.rung { now.min(self.next) } else { self.next }
+    fn due(&self) -> Instant {
+        self.rung.map_or(self.next, |rung| rung.min(self.next))
     }
 }
 
 /// Between half and all of it, so that many processes do not march in step.
 pub(crate) fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
+    pause.mul_f64(jitter())
+}
+
+fn jitter() -> f64 {
+    0.5 + fastrand::f64() / 2.0
 }

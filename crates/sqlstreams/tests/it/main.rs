@@ -4,18 +4,23 @@
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod ambiguous;
+mod connections;
 mod consume;
 mod crash;
+mod defaults;
 mod economics;
 mod exceptions;
 mod fence;
 mod fence_restart;
 mod groups;
 mod horizon;
+mod idle;
 mod isolation;
 mod late_commits;
 mod places;
 mod plain;
+mod pool;
+mod pooler;
 mod produce;
 mod proxy;
 mod retry;
@@ -24,3 +29,5 @@ mod schema;
 mod support;
 mod tokens;
 mod unrelated;
+mod until;
+mod wake;
