@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -31,6 +32,8 @@ const MISSING: Duration = Duration::from_secs(1);
 const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
+/// What `watch` answers when it is asked of another server process than that of the session.
+const OTHER_BACKEND: &str = "SQ010";
 /// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 
@@ -58,7 +61,8 @@ impl Seen {
 /// The watcher of a client.
 #[derive(Debug)]
 pub(crate) struct Watcher {
-    listen: bool,
+    /// Whether to listen. Not where a pooler was found in between.
+    listen: AtomicBool,
     groups: Mutex<Groups>,
     rung: Arc<Rung>,
     /// For looks, and for heartbeats.
@@ -122,7 +126,7 @@ pub(crate) struct Watch {
 impl Watcher {
     pub(crate) fn new(listen: bool) -> Self {
         Self {
-            listen,
+            listen: AtomicBool::new(listen),
             groups: Mutex::default(),
             rung: Arc::default(),
             session: tokio::sync::Mutex::default(),
@@ -194,6 +198,15 @@ impl Watcher {
             return None;
         }
         Some(answer)
+    }
+
+    /// A pooler in transaction mode was found: neither a lock nor a LISTEN lasts.
+    pub(crate) fn is_pooled(&self) {
+        if self.listen.swap(false, Ordering::Relaxed) {
+            tracing::info!(
+                "the connection is pooled by transaction: no notifications, messages are found by polling"
+            );
+        }
     }
 
     fn groups(&self) -> MutexGuard<'_, Groups> {
@@ -420,8 +433,11 @@ impl<'a> Looking<'a> {
     }
 
     async fn connect(&mut self) -> Result<()> {
+        let listen = self.watcher.listen.load(Ordering::Relaxed);
         match &*self.watcher.session.lock().await {
-            Some(session) if !session.is_broken() => return Ok(()),
+            Some(session) if !session.is_broken() && !(listen && session.is_unsure()) => {
+                return Ok(());
+            }
             // What broke it has probably broken others, which nobody is to wait for.
             Some(_) => self.client.forget_idle_connections(),
             None => {}
@@ -429,7 +445,7 @@ impl<'a> Looking<'a> {
         // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
         self.watcher.end_session().await;
         self.life = None;
-        let session = Session::open(self.client, self.watcher.listen, &self.watcher.rung).await?;
+        let session = Session::open(self.client, listen, &self.watcher.rung).await?;
         self.life = session.life;
         let owner = session.life.map(|life| life.owner);
         tracing::debug!(owner, "connected to look for messages");
@@ -462,8 +478,9 @@ impl<'a> Looking<'a> {
             }
         }
         let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let params: [&(dyn ToSql + Sync); 6] =
-            [&streams, &groups, &known, &due_from, &full, &judge];
+        let backend = self.life.map(|life| life.backend);
+        let params: [&(dyn ToSql + Sync); 7] =
+            [&streams, &groups, &known, &due_from, &full, &judge, &backend];
         let looks = self.ask(&params).await?;
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
@@ -545,7 +562,12 @@ impl<'a> Looking<'a> {
                 "there is no connection to look for messages",
             ));
         };
-        let rows = session.read(&self.client.inner.queries.watch, params, doing).await?;
+        let rows = session.read(&self.client.inner.queries.watch, params, doing).await;
+        if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {
+            self.watcher.is_pooled();
+            session.give_up();
+        }
+        let rows = rows?;
         Ok(rows
             .iter()
             .map(|row| Look {
