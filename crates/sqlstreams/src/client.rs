@@ -128,6 +128,16 @@ impl Client {
         self.inner.pool.retain(|_, _| false);
     }
 
+    /// Puts a connection back into the pool, unless the answer says that it is of no use any more. The idle ones may not be
+    /// either: they lead to the same server, which has gone, or takes no writes, or hangs.
+    pub(crate) fn keep<T>(&self, connection: Object, answer: Result<T>) -> Result<T> {
+        if answer.as_ref().is_err_and(Error::is_of_connection) {
+            drop(Object::take(connection));
+            self.forget_idle_connections();
+        }
+        answer
+    }
+
     /// One statement in a transaction of its own: READ COMMITTED whatever the default is. Takes as long as it takes.
     pub(crate) async fn query(
         &self,
@@ -136,7 +146,8 @@ impl Client {
         doing: &str,
     ) -> Result<Vec<Row>> {
         let connection = self.connection(doing).await?;
-        transact(&connection, BEGIN, query, params).await.map_err(|e| Error::from_driver(e, doing))
+        let answer = transact(&connection, BEGIN, query, params).await;
+        self.keep(connection, answer.map_err(|e| Error::from_driver(e, doing)))
     }
 
     /// A statement that returns exactly one row.

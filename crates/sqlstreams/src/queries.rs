@@ -46,7 +46,7 @@ queries! {
         release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         release_claim: [INT8, INT8, UUID],
         release_part: [INT8, INT8, INT8, UUID, TEXT],
-        watch: [INT8_ARRAY, INT8_ARRAY, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL_ARRAY, INT8],
+        watch: [INT8_ARRAY, INT8_ARRAY, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL_ARRAY, INT8, INT4],
         become_owner: [],
         is_owner: [INT8, INT4],
         expire_owner: [INT8, INT8, INT8],

@@ -6,10 +6,11 @@ LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
     SELECT 'sqlstreams_' || (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
 $$;
 
--- Tells the consumers of these streams that there is something to do, when the transaction commits.
+-- Tells the consumers of these streams that there is something to do, when the transaction commits. Not while the server's queue
+-- of notifications fills up, since some session listens and does not read: a full one would make the commit fail.
 CREATE OR REPLACE FUNCTION ring(p_streams bigint[]) RETURNS void
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT pg_notify(ring_channel(), s::text) FROM unnest(p_streams) AS s
+    SELECT pg_notify(ring_channel(), s::text) FROM unnest(p_streams) AS s WHERE (SELECT pg_notification_queue_usage()) < 0.5
 $$;
 
 -- For streams that say so: every INSERT rings. Repeated within a transaction it rings once.

@@ -36,7 +36,11 @@ END $$;
 --
 -- One row for each group that was looked at in full or has something fresh. gone: the group or its stream was dropped. missing: those of its
 -- owners that hold no lock (owner.sql), but for p_self, the caller's own number; looked for only if that is given.
-CREATE OR REPLACE FUNCTION watch(p_streams bigint[], p_groups bigint[], p_known bigint[], p_due_from timestamptz[], p_deep boolean[], p_self bigint DEFAULT NULL)
+--
+-- p_backend: the process that the caller takes for its own; where another one answers, that is refused.
+--
+-- Refused where nothing can be written, as it is after a fail-over: whoever went on looking there would never see a message again.
+CREATE OR REPLACE FUNCTION watch(p_streams bigint[], p_groups bigint[], p_known bigint[], p_due_from timestamptz[], p_deep boolean[], p_self bigint DEFAULT NULL, p_backend int DEFAULT NULL)
 RETURNS TABLE (group_id bigint, gone boolean, fresh boolean, lapsed boolean, due boolean, suspect boolean, paused boolean, claimed bigint, next_due interval, owners bigint[], missing bigint[])
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
 #variable_conflict use_column
@@ -45,6 +49,12 @@ DECLARE
     p record;
     c group_cursor;
 BEGIN
+    IF current_setting('transaction_read_only')::boolean THEN
+        RAISE EXCEPTION 'nothing can be consumed from a read-only server' USING ERRCODE = 'read_only_sql_transaction';
+    END IF;
+    IF p_backend <> pg_backend_pid() THEN
+        RAISE EXCEPTION 'this is not the session it was: a pooler has changed it' USING ERRCODE = 'SQ010';
+    END IF;
     -- MATERIALIZED: the sequences are read in one go, before anything is looked at closely.
     FOR w IN
         WITH head AS MATERIALIZED (

@@ -20,9 +20,10 @@ use crate::outcome::Verdict;
 use crate::payload::Payload;
 use crate::queries::Query;
 use crate::stream::StreamInner;
+use crate::wake::Watcher;
 
-/// How long the server may take for an answer. By then the leases of most groups have run out.
-pub(super) const ANSWER: Duration = Duration::from_secs(15);
+/// How long the server may take for an answer. Most leases live longer, so that what was asked may be asked again.
+pub(super) const ANSWER: Duration = Duration::from_secs(10);
 const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// A lease as it was claimed.
@@ -148,7 +149,8 @@ impl Protocol {
             &token,
             &owner,
         ];
-        let connection = self.stream.client.connection(doing).await?;
+        let client = &self.stream.client;
+        let connection = client.connection(doing).await?;
         let (row, page) = if limit > 0 {
             let fetch_params: [&(dyn ToSql + Sync); 6] =
                 [&self.stream.id, &self.group, &token, &0_i64, &limit, &bytes];
@@ -162,13 +164,13 @@ impl Protocol {
             );
             let Ok((begun, advanced, committed, fetched, ended)) = timeout(ANSWER, calls).await
             else {
-                return Err(no_answer(connection, doing));
+                return client.keep(connection, Err(Error::no_answer(doing, ANSWER)));
             };
             let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
             let page = fetched
                 .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
                 .map_err(|e| Error::from_driver(e, "fetch messages"));
-            let rows = keep(connection, advanced.map_err(failed))?;
+            let rows = client.keep(connection, advanced.map_err(failed))?;
             (one(rows, doing)?, page)
         } else {
             (
@@ -242,24 +244,17 @@ impl Protocol {
 
     /// Whether everything up to `id` is done or dead.
     pub(crate) async fn is_resolved(&self, id: i64) -> Result<bool> {
+        let doing = "look how far the group is";
         let query = &self.stream.client.inner.queries.is_resolved;
-        Ok(self
-            .stream
-            .client
-            .query_one(query, &[&self.stream.id, &self.group, &id], "look how far the group is")
-            .await?
-            .get(0))
+        let rows = self.rows(query, &[&self.stream.id, &self.group, &id], doing).await?;
+        Ok(one(rows, doing)?.get(0))
     }
 
     /// The last id drawn.
     pub(crate) async fn head(&self) -> Result<i64> {
+        let doing = "find the latest message";
         let query = &self.stream.client.inner.queries.stream_head;
-        Ok(self
-            .stream
-            .client
-            .query_one(query, &[&self.stream.id], "find the latest message")
-            .await?
-            .get(0))
+        Ok(one(self.rows(query, &[&self.stream.id], doing).await?, doing)?.get(0))
     }
 
     /// Claims exceptions that are due.
@@ -384,10 +379,12 @@ impl Protocol {
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Result<Vec<Row>> {
-        match timeout(ANSWER, transact(&connection, BOOKKEEPING, query, params)).await {
-            Ok(rows) => keep(connection, rows.map_err(|e| Error::from_driver(e, doing))),
-            Err(_) => Err(no_answer(connection, doing)),
-        }
+        let answer = match timeout(ANSWER, transact(&connection, BOOKKEEPING, query, params)).await
+        {
+            Ok(rows) => rows.map_err(|e| Error::from_driver(e, doing)),
+            Err(_) => Err(Error::no_answer(doing, ANSWER)),
+        };
+        self.stream.client.keep(connection, answer)
     }
 
     /// A heartbeat does not wait for a connection that others use up: it has the client's own, and the pool if that is broken.
@@ -397,7 +394,7 @@ impl Protocol {
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Result<Vec<Row>> {
-        match self.stream.client.inner.watcher.transact(BOOKKEEPING, query, params, doing).await {
+        match Watcher::transact(&self.stream.client, BOOKKEEPING, query, params, doing).await {
             Some(rows) => rows,
             None => self.rows(query, params, doing).await,
         }
@@ -407,20 +404,6 @@ impl Protocol {
     fn owner(&self) -> Option<i64> {
         *self.stream.client.inner.watcher.life().borrow()
     }
-}
-
-/// Puts a connection back into the pool, unless the answer says that it is of no use any more.
-pub(super) fn keep<T>(connection: Object, answer: Result<T>) -> Result<T> {
-    if answer.as_ref().is_err_and(Error::is_of_connection) {
-        drop(Object::take(connection));
-    }
-    answer
-}
-
-/// The server, or the way to it, hangs: the connection is of no use any more.
-pub(super) fn no_answer(connection: Object, doing: &str) -> Error {
-    drop(Object::take(connection));
-    Error::no_answer(doing, ANSWER)
 }
 
 impl Page {

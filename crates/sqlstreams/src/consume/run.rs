@@ -2,9 +2,11 @@
 //! client's own thread.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
+use tokio::time::timeout;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::coordinator::{Coordinator, Parts, TROUBLE};
@@ -19,6 +21,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::group::{Group, GroupBuilder};
 use crate::payload::Codec;
 use crate::wake::{Watcher, jittered};
+
+/// How long it may take to look at the group, or to make it.
+const OPEN: Duration = Duration::from_secs(30);
 
 pub(super) async fn run<T, C>(
     group: GroupBuilder<T, C>,
@@ -91,9 +96,13 @@ async fn open<T, C: Codec<T>>(
 ) -> Result<Option<(Group<T, C>, Option<i64>)>> {
     let mut trouble = TROUBLE.0;
     loop {
-        let error = match try_open(group.clone(), settings).await {
-            Err(error) if error.is_retryable() => error,
-            opened => return opened.map(Some),
+        let error = match timeout(OPEN, try_open(group.clone(), settings)).await {
+            Ok(Err(error)) if error.is_retryable() => error,
+            Ok(opened) => return opened.map(Some),
+            Err(_) => {
+                group.client().forget_idle_connections();
+                Error::no_answer("open the group", OPEN)
+            }
         };
         tracing::warn!(
             error = &error as &dyn std::error::Error,

@@ -8,7 +8,7 @@ use tokio_postgres::error::{Severity, SqlState};
 use super::commit::{self, Committed, Transaction};
 use super::connection::{Borrowed, within};
 use super::executor::Batch;
-use crate::client::{BEGIN, run};
+use crate::client::run;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::stream::StreamInner;
@@ -18,6 +18,11 @@ pub(super) const DOING: &str = "produce";
 
 /// A statement that is not answered for so long is given up. One that waits for a lock may well take long.
 pub(super) const INSERT_LIMIT: Duration = Duration::from_secs(60);
+
+/// Unlike `BEGIN` this one ends by itself when its client does not go on with it, frozen perhaps or behind a dead network:
+/// as long as it is open no message that came later is delivered.
+const BEGIN: &str =
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'";
 
 /// Nothing was stored, but for `Other` that says [`CommitUnknown`](ErrorKind::CommitUnknown).
 pub(super) enum Failure {

@@ -23,6 +23,10 @@ use crate::queries::Query;
 const ANSWER: Duration = Duration::from_secs(5);
 /// How long the look at the own lock may take.
 const PROOF: Duration = Duration::from_secs(2);
+/// So many looks prove that it lasts. Traffic of others may make one of them come out well behind a pooler.
+const PROOFS: usize = 3;
+/// A session of which it could not be told whether it lasts is replaced after so long.
+const UNSURE: Duration = Duration::from_secs(60);
 /// How long a process must have held its lock before it may judge others.
 const SETTLED: Duration = Duration::from_secs(5);
 
@@ -65,6 +69,8 @@ impl Rung {
 pub(crate) struct Life {
     /// The number whose lock the session holds.
     pub(crate) owner: i64,
+    /// The server's process. Should another one answer, there is a pooler in between that was not noticed before.
+    pub(crate) backend: i32,
     since: Instant,
 }
 
@@ -82,6 +88,14 @@ pub(crate) struct Session {
     /// `None` behind a transaction pooler, where neither a lock nor a LISTEN lasts.
     pub(crate) life: Option<Life>,
     broken: Arc<AtomicBool>,
+    opened: Instant,
+}
+
+/// Whether a connection is a session of its own.
+enum Proof {
+    Own,
+    Pooled,
+    Unsure,
 }
 
 impl Session {
@@ -92,7 +106,7 @@ impl Session {
             inner.connector.open().await.map_err(|e| Error::from_connect(e, &inner.target))?;
         let broken = Arc::new(AtomicBool::new(false));
         tokio::spawn(drive(driver, Driven { rung: rung.clone(), broken: broken.clone() }));
-        let mut session = Self { connection, life: None, broken };
+        let mut session = Self { connection, life: None, broken, opened: Instant::now() };
         if listen {
             session.life = session.prove(client).await?;
         }
@@ -109,27 +123,17 @@ impl Session {
         let listen = format!("LISTEN {}", row.get::<_, &str>(2));
         self.answer(self.connection.batch_execute(&listen), doing).await?;
 
-        // A transaction pooler gives an idle server connection away as soon as somebody else wants one.
-        let other = client.connection(doing).await?;
-        let begun = self.answer(other.batch_execute("BEGIN"), doing).await;
-        let mut ours = begun.is_ok();
-        for _ in 0..2 {
-            let params: [&(dyn ToSql + Sync); 2] = [&owner, &backend];
-            let is_owner = run(&self.connection, &queries.is_owner, &params);
-            // No answer: the pooler has only the one connection, which `other` holds.
-            ours &= match timeout(PROOF, is_owner).await {
-                Ok(Ok(rows)) => rows.first().is_some_and(|row| row.get(0)),
-                Ok(Err(_)) | Err(_) => false,
-            };
+        let mut proof = Proof::Own;
+        for _ in 0..PROOFS {
+            proof = self.look(client, owner, backend).await?;
+            if !matches!(proof, Proof::Own) {
+                break;
+            }
         }
-        if self.answer(other.batch_execute("ROLLBACK"), doing).await.is_err() {
-            drop(Object::take(other));
+        if matches!(proof, Proof::Pooled) {
+            client.inner.watcher.is_pooled();
         }
-        begun?;
-        if !ours {
-            tracing::info!(
-                "the connection is pooled by transaction: no notifications, messages are found by polling"
-            );
+        if !matches!(proof, Proof::Own) {
             // Best effort: wherever it is, the lock belongs to nobody.
             let undo = format!(
                 "UNLISTEN *; SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = {backend}"
@@ -145,7 +149,29 @@ impl Session {
                 tracing::debug!(setting, %error, "not available here");
             }
         }
-        Ok(Some(Life { owner, since: Instant::now() }))
+        Ok(Some(Life { owner, backend, since: Instant::now() }))
+    }
+
+    /// A transaction pooler gives an idle server connection away as soon as somebody else wants one: looks whether the lock is
+    /// still ours then.
+    async fn look(&self, client: &Client, owner: i64, backend: i32) -> Result<Proof> {
+        let doing = "listen for messages";
+        let other = client.connection(doing).await?;
+        if let Err(error) = self.answer(other.batch_execute("BEGIN"), doing).await {
+            return client.keep(other, Err(error));
+        }
+        let params: [&(dyn ToSql + Sync); 2] = [&owner, &backend];
+        let is_owner = run(&self.connection, &client.inner.queries.is_owner, &params);
+        let proof = match timeout(PROOF, is_owner).await {
+            Ok(Ok(rows)) if rows.first().is_some_and(|row| row.get(0)) => Proof::Own,
+            Ok(Ok(_)) => Proof::Pooled,
+            // No answer: the pooler has only the one connection, which `other` holds, or the server is slow.
+            Ok(Err(_)) | Err(_) => Proof::Unsure,
+        };
+        if self.answer(other.batch_execute("ROLLBACK"), doing).await.is_err() {
+            drop(Object::take(other));
+        }
+        Ok(proof)
     }
 
     /// One statement by itself, for those that only read.
@@ -171,6 +197,16 @@ impl Session {
 
     pub(crate) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire)
+    }
+
+    /// It turned out not to be what it was taken for.
+    pub(crate) fn give_up(&self) {
+        self.broken.store(true, Ordering::Release);
+    }
+
+    /// Whether another one might well be better: one that lasts.
+    pub(crate) fn is_unsure(&self) -> bool {
+        self.life.is_none() && self.opened.elapsed() >= UNSURE
     }
 
     /// Waits for the answer, not for ever; what does not answer, or cannot be written to, is of no use any more.

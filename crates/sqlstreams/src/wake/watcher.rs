@@ -5,6 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -22,6 +23,9 @@ const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_sec
 const BUSY: Duration = Duration::from_millis(100);
 /// How often a group is looked at of whose leases another process has some.
 const OTHERS: Duration = Duration::from_millis(500);
+/// After a ring a consumer that got nothing the last time leaves so much time to the one that did, lest all of many idle
+/// consumers claim because of one message.
+const OTHERS_FIRST: Duration = Duration::from_millis(15);
 /// How long an owner has to be missing.
 const MISSING: Duration = Duration::from_secs(1);
 /// How long a consumer waits at its start for its process to be known.
@@ -30,6 +34,8 @@ const INTRODUCTION: Duration = Duration::from_secs(1);
 const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
+/// What `watch` answers when it is asked of another server process than that of the session.
+const OTHER_BACKEND: &str = "SQ010";
 /// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 
@@ -57,7 +63,8 @@ impl Seen {
 /// The watcher of a client.
 #[derive(Debug)]
 pub(crate) struct Watcher {
-    listen: bool,
+    /// Whether to listen. Not where a pooler was found in between.
+    listen: AtomicBool,
     groups: Mutex<Groups>,
     rung: Arc<Rung>,
     /// For looks, and for heartbeats.
@@ -93,8 +100,8 @@ struct State {
     paused: bool,
     pace: Duration,
     next: Instant,
-    /// Look for fresh messages now.
-    rung: bool,
+    /// Somebody rang: look for fresh messages then.
+    rung: Option<Instant>,
     /// A ring needs no look: the last time there were messages for this consumer.
     direct: bool,
     /// Since the last full look somebody rang.
@@ -123,7 +130,7 @@ pub(crate) struct Watch {
 impl Watcher {
     pub(crate) fn new(listen: bool) -> Self {
         Self {
-            listen,
+            listen: AtomicBool::new(listen),
             groups: Mutex::default(),
             rung: Arc::default(),
             session: tokio::sync::Mutex::default(),
@@ -144,7 +151,7 @@ impl Watcher {
                 paused: false,
                 pace: PACE.0,
                 next: now,
-                rung: false,
+                rung: None,
                 direct: true,
                 rang: false,
                 by_ring: false,
@@ -187,20 +194,31 @@ impl Watcher {
 
     /// A statement in a transaction of its own on the session; `None` when there is no session that works.
     pub(crate) async fn transact(
-        &self,
+        client: &Client,
         begin: &str,
         query: &crate::queries::Query,
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Option<Result<Vec<tokio_postgres::Row>>> {
-        let session = self.session.lock().await;
+        let watcher = &client.inner.watcher;
+        let session = watcher.session.lock().await;
         let session = session.as_ref().filter(|session| !session.is_broken())?;
         let answer = session.transact(begin, query, params, doing).await;
         if session.is_broken() {
-            self.rung.news.notify_one();
+            client.forget_idle_connections();
+            watcher.rung.news.notify_one();
             return None;
         }
         Some(answer)
+    }
+
+    /// A pooler in transaction mode was found: neither a lock nor a LISTEN lasts.
+    pub(crate) fn is_pooled(&self) {
+        if self.listen.swap(false, Ordering::Relaxed) {
+            tracing::info!(
+                "the connection is pooled by transaction: no notifications, messages are found by polling"
+            );
+        }
     }
 
     fn groups(&self) -> MutexGuard<'_, Groups> {
@@ -293,8 +311,8 @@ impl Group {
             state.seen.fresh = true;
             drop(state);
             self.news.notify_one();
-        } else {
-            state.rung = true;
+        } else if state.rung.is_none() {
+            state.rung = Some(Instant::now() + OTHERS_FIRST.mul_f64(jitter()));
         }
     }
 
@@ -413,7 +431,7 @@ impl<'a> Looking<'a> {
         }
         let now = Instant::now();
         let watched = self.watcher.watched();
-        let next = watched.iter().map(|group| group.state().due(now)).min();
+        let next = watched.iter().map(|group| group.state().due()).min();
         match next {
             Some(next) if next.max(self.rested) <= now => self.look(&watched, now).await,
             _ => {
@@ -428,17 +446,19 @@ impl<'a> Looking<'a> {
     }
 
     async fn connect(&mut self) -> Result<()> {
-        let broken = match &*self.watcher.session.lock().await {
-            Some(session) => session.is_broken(),
-            None => true,
-        };
-        if !broken {
-            return Ok(());
+        let listen = self.watcher.listen.load(Ordering::Relaxed);
+        match &*self.watcher.session.lock().await {
+            Some(session) if !session.is_broken() && !(listen && session.is_unsure()) => {
+                return Ok(());
+            }
+            // What broke it has probably broken others, which nobody is to wait for.
+            Some(_) => self.client.forget_idle_connections(),
+            None => {}
         }
         // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
         self.watcher.end_session().await;
         self.life = None;
-        let session = Session::open(self.client, self.watcher.listen, &self.watcher.rung).await?;
+        let session = Session::open(self.client, listen, &self.watcher.rung).await?;
         self.life = session.life;
         let owner = session.life.map(|life| life.owner);
         tracing::debug!(owner, "connected to look for messages");
@@ -461,32 +481,40 @@ impl<'a> Looking<'a> {
         for group in watched {
             let mut state = group.state();
             let due = state.next.saturating_duration_since(now) <= state.pace / 2;
-            if due || state.rung {
+            if due || state.rung.is_some_and(|rung| rung <= now) {
                 streams.push(group.stream);
                 groups.push(group.group);
                 known.push(state.claimed);
                 due_from.push(state.due_from.now());
                 full.push(due);
-                state.rung = false;
+                state.rung = None;
                 looked.push(group);
             }
         }
         let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let params: [&(dyn ToSql + Sync); 6] =
-            [&streams, &groups, &known, &due_from, &full, &judge];
+        let backend = self.life.map(|life| life.backend);
+        let params: [&(dyn ToSql + Sync); 7] =
+            [&streams, &groups, &known, &due_from, &full, &judge, &backend];
         let looks = self.ask(&params).await?;
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
+        // The same for all, so that those that are idle are looked at together again.
+        let jitter = jitter();
         for (group, full) in looked.into_iter().zip(full) {
             let look = looks.iter().find(|look| look.group == group.group);
-            self.take_in(group, look, full).await?;
+            self.take_in(group, look, full.then_some(jitter)).await?;
         }
         self.missing.retain(|(id, _), _| watched.iter().any(|group| group.group == *id));
         Ok(())
     }
 
-    /// What was seen of a group; `None`: nothing.
-    async fn take_in(&mut self, group: &Group, look: Option<&Look>, full: bool) -> Result<()> {
+    /// What was seen of a group, `None`: nothing. After a full look the next is timed, with this jitter.
+    async fn take_in(
+        &mut self,
+        group: &Group,
+        look: Option<&Look>,
+        full: Option<f64>,
+    ) -> Result<()> {
         let now = Instant::now();
         let mut seen = look.map_or(Seen::default(), |look| match look.gone {
             // The consumer will be told so by its own next call.
@@ -494,7 +522,7 @@ impl<'a> Looking<'a> {
             false => look.seen,
         });
         let mut verdict = None;
-        if full {
+        if full.is_some() {
             // Only such a look tells who is back, or has nothing any more.
             let still = look.map_or(&[][..], |look| &look.missing);
             self.missing.retain(|(id, owner), _| *id != group.group || still.contains(owner));
@@ -519,7 +547,7 @@ impl<'a> Looking<'a> {
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
         }
-        if full {
+        if let Some(jitter) = full {
             let rang = std::mem::take(&mut state.rang);
             if seen.fresh {
                 state.by_ring = rang;
@@ -532,11 +560,11 @@ impl<'a> Looking<'a> {
             };
             // Exactly when there is something to see, where that is known.
             let known = look.and_then(|look| look.next_due).map(|due| now + due);
-            let next = now + jittered(state.pace);
+            let next = now + state.pace.mul_f64(jitter);
             state.next =
                 [known, verdict].into_iter().flatten().fold(next, Instant::min).max(now + PACE.0);
         }
-        let tell = full || seen != Seen::default() || was_paused != state.paused;
+        let tell = full.is_some() || seen != Seen::default() || was_paused != state.paused;
         drop(state);
         if tell {
             group.tell(seen);
@@ -553,7 +581,12 @@ impl<'a> Looking<'a> {
                 "there is no connection to look for messages",
             ));
         };
-        let rows = session.read(&self.client.inner.queries.watch, params, doing).await?;
+        let rows = session.read(&self.client.inner.queries.watch, params, doing).await;
+        if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {
+            self.watcher.is_pooled();
+            session.give_up();
+        }
+        let rows = rows?;
         Ok(rows
             .iter()
             .map(|row| Look {
@@ -579,11 +612,8 @@ impl<'a> Looking<'a> {
     async fn expire(&self, group: &Group, owner: i64) -> Result<bool> {
         let params: [&(dyn ToSql + Sync); 3] = [&group.stream, &group.group, &owner];
         let expire = &self.client.inner.queries.expire_owner;
-        match self
-            .watcher
-            .transact(BOOKKEEPING, expire, &params, "take over from a dead consumer")
-            .await
-        {
+        let doing = "take over from a dead consumer";
+        match Watcher::transact(self.client, BOOKKEEPING, expire, &params, doing).await {
             Some(rows) => Ok(rows?.first().is_some_and(|row| row.get(0))),
             None => Ok(false),
         }
@@ -592,12 +622,16 @@ impl<'a> Looking<'a> {
 
 impl State {
     /// When it is to be looked at.
-    fn due(&self, now: Instant) -> Instant {
-        if self.rung { now.min(self.next) } else { self.next }
+    fn due(&self) -> Instant {
+        self.rung.map_or(self.next, |rung| rung.min(self.next))
     }
 }
 
 /// Between half and all of it, so that many processes do not march in step.
 pub(crate) fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(0.5 + fastrand::f64() / 2.0)
+    pause.mul_f64(jitter())
+}
+
+fn jitter() -> f64 {
+    0.5 + fastrand::f64() / 2.0
 }

@@ -60,6 +60,7 @@ pub struct Proxy {
 struct Shared {
     rule: Mutex<Rule>,
     cuts: AtomicUsize,
+    connections: AtomicUsize,
 }
 
 impl Proxy {
@@ -69,8 +70,11 @@ impl Proxy {
         let upstream = config.get_ports()[0];
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let shared =
-            Arc::new(Shared { rule: Mutex::new(Box::new(|_| None)), cuts: AtomicUsize::new(0) });
+        let shared = Arc::new(Shared {
+            rule: Mutex::new(Box::new(|_| None)),
+            cuts: AtomicUsize::new(0),
+            connections: AtomicUsize::new(0),
+        });
         let url = url.replace(&format!(":{upstream}/"), &format!(":{port}/"));
         assert_eq!(url.parse::<tokio_postgres::Config>().unwrap().get_ports(), [port]);
         let accepting = tokio::spawn(accept(listener, upstream, shared.clone()));
@@ -95,6 +99,22 @@ impl Proxy {
     pub fn cuts(&self) -> usize {
         self.shared.cuts.load(Ordering::SeqCst)
     }
+
+    /// How many connections clients have tried to open.
+    pub fn connections(&self) -> usize {
+        self.shared.connections.load(Ordering::SeqCst)
+    }
+
+    /// From now on counts the statements that pass.
+    pub fn count(&self) -> Arc<AtomicUsize> {
+        let count = Arc::new(AtomicUsize::new(0));
+        let counted = count.clone();
+        self.set(move |_| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            None
+        });
+        count
+    }
 }
 
 impl Drop for Proxy {
@@ -108,6 +128,7 @@ async fn accept(listener: TcpListener, upstream: u16, shared: Arc<Shared>) {
     loop {
         tokio::select! {
             accepted = listener.accept() => {
+                shared.connections.fetch_add(1, Ordering::SeqCst);
                 connections.spawn(serve(accepted.unwrap().0, upstream, shared.clone()));
             }
             Some(_) = connections.join_next() => {}

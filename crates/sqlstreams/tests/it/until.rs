@@ -1,0 +1,74 @@
+//! Waiting for something to become true, and consumers that tell what they handle.
+
+use std::time::{Duration, Instant};
+
+use sqlstreams::{CancellationToken, Consumed, Delivery, Group, Health, Stream};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+/// Looks again and again; panics when it takes too long.
+pub async fn until(what: &str, limit: Duration, mut holds: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + limit;
+    while !holds().await {
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A consumer in a task, that passes on what it handles.
+pub struct Running {
+    pub health: Health,
+    pub handled: mpsc::UnboundedReceiver<u64>,
+    stop: CancellationToken,
+    task: JoinHandle<sqlstreams::Result<Consumed>>,
+}
+
+impl Running {
+    pub fn start(group: &Group<u64>) -> Self {
+        let (tell, handled) = mpsc::unbounded_channel();
+        let stop = CancellationToken::new();
+        let consumer = group.consumer().stop_on(stop.clone());
+        let health = consumer.health();
+        let task = tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+            let _ = tell.send(message.payload);
+            async {}
+        }));
+        Self { health, handled, stop, task }
+    }
+
+    /// Waits until this message is handled, and passes over others.
+    pub async fn handles(&mut self, payload: u64, limit: Duration) {
+        let handled = async {
+            while let Some(next) = self.handled.recv().await {
+                if next == payload {
+                    return;
+                }
+            }
+            panic!("the consumer has ended");
+        };
+        if tokio::time::timeout(limit, handled).await.is_err() {
+            panic!("message {payload} was not handled within {limit:?}: {:?}", self.health);
+        }
+    }
+
+    /// Sends single messages with a pause before each, and returns how long each took to the handler, the shortest first.
+    pub async fn latencies(&mut self, from: &Stream<u64>, count: u64) -> Vec<Duration> {
+        let producer = from.producer();
+        let mut latencies = Vec::new();
+        for _ in 0..count {
+            tokio::time::sleep(Duration::from_millis(2500)).await;
+            let payload = fastrand::u64(1 << 32..1 << 52);
+            let sent = Instant::now();
+            producer.send(&payload).await.unwrap();
+            self.handles(payload, Duration::from_secs(20)).await;
+            latencies.push(sent.elapsed());
+        }
+        latencies.sort();
+        latencies
+    }
+
+    pub async fn stop(self) -> Consumed {
+        self.stop.cancel();
+        self.task.await.unwrap().unwrap()
+    }
+}
