@@ -10,8 +10,12 @@
 -- Settles messages that are held under p_token in the caller's transaction, which must be READ COMMITTED. Call it last, and
 -- claim nothing in that transaction. p_exceptions: p_token proves claimed exceptions, not a lease.
 --
--- SQ008: the lease was lost. SQ009: some were settled before; see unsettled. Both leave nothing to do but to roll back.
-CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false) RETURNS void
+-- p_mark: for clients that lend the transaction to a handler, which may have ended it. They say SET LOCAL
+-- sqlstreams.transaction = p_mark when they begin; the setting ends with the transaction.
+--
+-- SQ008: the lease was lost. SQ009: some were settled before; see unsettled. SQ010: this is not the transaction that was
+-- lent. All leave nothing to do but to roll back.
+CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false, p_mark text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g       consumer_group;
@@ -20,6 +24,10 @@ DECLARE
     hits    int;
 BEGIN
     PERFORM require_read_committed();
+    IF current_setting('sqlstreams.transaction', true) IS DISTINCT FROM p_mark AND p_mark IS NOT NULL THEN
+        RAISE EXCEPTION 'the handler ended the transaction that it was given'
+            USING ERRCODE = 'SQ010', HINT = 'Leave COMMIT and ROLLBACK to the consumer; savepoints are fine.';
+    END IF;
     g := require_group(p_stream, p_group);
     IF NOT g.transactional THEN
         RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)

@@ -29,6 +29,8 @@ const NEWS: Duration = Duration::from_millis(10);
 /// The pause after a failed call, growing from the first to the second.
 pub(super) const TROUBLE: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
+/// Longer than anything runs.
+const FOREVER: Duration = Duration::from_secs(86_400 * 365);
 /// The most exceptions claimed at once.
 const MOST_EXCEPTIONS: usize = 500;
 
@@ -177,7 +179,7 @@ impl Coordinator {
             self.settle_exceptions().await?;
             return Ok(true);
         }
-        let room = self.pace.room(self.holding.lock().messages());
+        let room = self.pace.room(self.holding.lock().messages(), self.limited);
         let hungry = self.queue.waiting() < self.settings.concurrency * self.settings.batch_size;
         if hungry && self.fetch_exceptions().await? {
             return Ok(true);
@@ -205,7 +207,9 @@ impl Coordinator {
             return Ok(true);
         }
         if log || self.holding.lock().has_news(self.limited) && self.news_are_due(now) {
-            self.advance(if log { room } else { 0 }).await?;
+            // Where there is a limit, what was finished makes room for what could not be claimed before.
+            let claim = log || open && self.limited;
+            self.advance(if claim { room } else { 0 }).await?;
             return Ok(true);
         }
         Ok(false)
@@ -234,7 +238,7 @@ impl Coordinator {
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
                 let short =
                     last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
-                if short {
+                if short && !self.limited {
                     self.seen.fresh = false;
                 }
                 self.watch.claimed(last, short);
@@ -597,7 +601,6 @@ impl Coordinator {
 
     /// Lets running handlers finish, then hands back what is left.
     async fn stop(&mut self) -> Result<()> {
-        self.queue.pause(false);
         let taken = self.queue.take_back(|_| false);
         {
             let mut held = self.holding.lock();
@@ -605,7 +608,8 @@ impl Coordinator {
                 held.leave(source, id);
             }
         }
-        let deadline = Instant::now() + self.settings.shutdown_timeout;
+        let now = Instant::now();
+        let deadline = now.checked_add(self.settings.shutdown_timeout).unwrap_or(now + FOREVER);
         let abort = self.settings.abort.clone();
         self.absorb_all();
         while self.queue.unfinished() > 0 && Instant::now() < deadline && !abort.is_cancelled() {

@@ -90,7 +90,7 @@ impl Deadline {
         *self.at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, at: Instant) {
+    pub(crate) fn set(&self, at: Instant) {
         *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
         self.moved.notify_one();
     }

@@ -121,7 +121,7 @@ where
 
 impl<T: Send + 'static> Run<T> {
     async fn run<C: Codec<T>>(&self, jobs: Vec<Job>) -> Vec<Finished> {
-        let deadline = self.timeout.map(|limit| Arc::new(Deadline::new(Instant::now() + limit)));
+        let deadline = self.until().map(|at| Arc::new(Deadline::new(at)));
         let mut finished = Vec::with_capacity(jobs.len());
         let mut running = Vec::with_capacity(jobs.len());
         let mut deliveries = Vec::with_capacity(jobs.len());
@@ -158,6 +158,11 @@ impl<T: Send + 'static> Run<T> {
             }),
         );
         finished
+    }
+
+    /// When a handler that starts now will have taken too long.
+    fn until(&self) -> Option<Instant> {
+        Instant::now().checked_add(self.timeout?)
     }
 
     /// One outcome for each delivery, whatever the handler does.
@@ -221,6 +226,10 @@ impl<T: Send + 'static> Run<T> {
             Ok(None) => return all(Verdict::cancelled()),
             Err(error) => return all(Outcome::Retry(error.to_string()).into()),
         };
+        // Waiting for a connection was not the handler's time.
+        if let (Some(deadline), Some(at)) = (&deadline, self.until()) {
+            deadline.set(at);
+        }
         let outcomes = self.call(deliveries, open.transaction(), deadline).await;
         let handled = || running.iter().zip(&outcomes).filter(|(_, o)| **o == Outcome::Done);
         if handled().next().is_none() {
