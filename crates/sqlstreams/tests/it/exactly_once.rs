@@ -114,7 +114,7 @@ async fn worker(number: i32, url: String, calm: CancellationToken, stop: Cancell
         let consumer = stream.group("g").consumer().concurrency(4).stop_on(stop.clone());
         let mut running: JoinHandle<_> = if number == 2 {
             tokio::spawn(consumer.batch_size(20).run_transactional_batches(
-                async move |batch: Vec<Delivery<i64>>, tx: Transaction| {
+                move |batch: Vec<Delivery<i64>>, tx: Transaction| async move {
                     let mut outcomes = Vec::new();
                     for message in &batch {
                         tx.batch_execute("SAVEPOINT one").await?;
@@ -129,7 +129,7 @@ async fn worker(number: i32, url: String, calm: CancellationToken, stop: Cancell
             ))
         } else {
             tokio::spawn(consumer.run_transactional(
-                async move |message: Delivery<i64>, tx: Transaction| {
+                move |message: Delivery<i64>, tx: Transaction| async move {
                     handle(&message, &tx, number).await
                 },
             ))
