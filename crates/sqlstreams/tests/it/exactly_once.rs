@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sqlstreams::{CancellationToken, Client, Delivery, Outcome, RetryPolicy, Stream, Transaction};
+use sqlstreams::{
+    CancellationToken, Client, Delivery, Outcome, Outgoing, RetryPolicy, Stream, Transaction,
+};
 use sqlstreams_dev::Cluster;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
 use crate::support::{connect, count};
 
-const MESSAGES: i64 = 3_000;
+const MESSAGES: i64 = 6_000;
 const TROUBLE: Duration = Duration::from_secs(8);
 
 type DbResult<T> = Result<T, tokio_postgres::Error>;
@@ -72,14 +74,14 @@ async fn business_rows_are_messages_whatever_is_killed() {
     }
     println!("{lives} consumers, {terminated} backends terminated, {stolen} leases ended");
     assert!(lives > 10 && terminated > 10 && stolen > 3, "too calm");
+    let messages = count(&db, "SELECT count(*) FROM sqlstreams.message_log_1").await;
+    assert!(messages >= MESSAGES);
+    let log = "sqlstreams.message_log_1";
+    let the_same = "m.id = message AND m.payload::text = effect.payload::text";
     for (sql, expected) in [
-        ("SELECT count(*) FROM sqlstreams.message_log_1", MESSAGES),
-        ("SELECT count(DISTINCT message) FROM effect", MESSAGES),
-        ("SELECT count(*) FROM effect", MESSAGES),
-        (
-            "SELECT count(*) FROM effect JOIN sqlstreams.message_log_1 AS m ON m.id = message AND m.payload::text = effect.payload::text",
-            MESSAGES,
-        ),
+        (&*format!("SELECT count(*) FROM effect JOIN {log} AS m ON {the_same}"), messages),
+        ("SELECT count(DISTINCT message) FROM effect", messages),
+        ("SELECT count(*) FROM effect", messages),
         ("SELECT count(*) FROM sqlstreams.exception_queue_1", 0),
         ("SELECT count(*) FROM sqlstreams.consumer_lease_1", 0),
         ("SELECT count(*) FROM sqlstreams.consumer_done_1", 0),
@@ -88,17 +90,15 @@ async fn business_rows_are_messages_whatever_is_killed() {
     }
 }
 
-/// Sends all messages, each once, while the server comes and goes.
+/// Sends messages while the server comes and goes. What of a batch that failed is stored is sent again, as other messages.
 async fn produce(stream: Stream<i64>) {
     let producer = stream.producer();
-    for n in 0..MESSAGES {
-        while let Err(error) = producer.send(&n).await {
-            assert!(error.kind() != sqlstreams::ErrorKind::CommitUnknown, "{error}");
+    let numbers: Vec<i64> = (0..MESSAGES).collect();
+    for batch in numbers.chunks(10) {
+        while producer.send_all(batch.iter().map(Outgoing::new)).await.is_err() {
             sleep(Duration::from_millis(50)).await;
         }
-        if n % 2 == 0 {
-            sleep(Duration::from_millis(2)).await;
-        }
+        sleep(Duration::from_millis(8)).await;
     }
 }
 
@@ -155,8 +155,11 @@ async fn handle(message: &Delivery<i64>, tx: &Transaction, worker: i32) -> DbRes
     let row: [&(dyn tokio_postgres::types::ToSql + Sync); 3] =
         [&message.id, &message.payload, &worker];
     tx.execute("INSERT INTO effect VALUES ($1, $2, $3)", &row).await?;
-    if fastrand::u8(..) < 40 {
-        sleep(Duration::from_millis(fastrand::u64(0..30))).await;
+    // Now and then long enough to be overtaken by another who has the message.
+    match fastrand::u8(..) {
+        0..40 => sleep(Duration::from_millis(fastrand::u64(0..20))).await,
+        40..44 => sleep(Duration::from_millis(fastrand::u64(100..600))).await,
+        _ => {}
     }
     match fastrand::u8(..) {
         0..15 => Ok(Outcome::Retry("by chance".into())),
@@ -182,10 +185,9 @@ async fn disturb(url: String, calm: CancellationToken) -> (i64, u64) {
                         WHERE backend_type = 'client backend' AND pid <> pg_backend_pid() ORDER BY random() LIMIT 1) AS x";
             let Ok(row) = db.query_one(kill, &[]).await else { break };
             terminated += row.get::<_, i64>(0);
-            if fastrand::u8(..) < 60 {
+            if fastrand::bool() {
                 let steal = "UPDATE sqlstreams.consumer_lease_1 SET expires_at = clock_timestamp()
-                             WHERE expires_at > clock_timestamp()
-                               AND seq = (SELECT seq FROM sqlstreams.consumer_lease_1 ORDER BY random() LIMIT 1)";
+                             WHERE expires_at > clock_timestamp() AND random() < 0.5";
                 let Ok(rows) = db.execute(steal, &[]).await else { break };
                 stolen += rows;
             }

@@ -444,6 +444,58 @@ async fn tb_142_settling_in_a_serializable_transaction_is_refused_and_safe_to_re
     assert_eq!(count(&db, "SELECT count(*) FROM effect").await, 1);
 }
 
+/// A handler loses its lease between its look at it and its commit. Whoever has the message then finds out, also if it has
+/// become an exception meanwhile: nothing is done twice, tried for ever or called a failure.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_late_commit_has_settled_is_over_wherever_it_is() {
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Found {
+        ByTheNextHandler,
+        ByTheNextFailure,
+        BeforeTheFirstFailure,
+    }
+    for found in [Found::ByTheNextHandler, Found::ByTheNextFailure, Found::BeforeTheFirstFailure] {
+        let url = database().await;
+        let plain = installed(&url).await;
+        let late = plain.again(&url).await;
+        let transactional = "SELECT sqlstreams.alter_group(1, 1, p_transactional => true)";
+        plain.db.batch_execute(transactional).await.unwrap();
+        let settle = "SELECT sqlstreams.settle_in_transaction(1, 1, $1, ARRAY[$2::bigint], $3)";
+        let id = plain.produce(1).await[0];
+        let lost = plain.claim(1).await.unwrap();
+        late.db.batch_execute("BEGIN").await.unwrap();
+        late.db.execute(settle, &[&lost.token, &id, &false]).await.unwrap();
+        let lapse = "UPDATE sqlstreams.consumer_lease_1 SET expires_at = clock_timestamp()";
+        plain.db.batch_execute(lapse).await.unwrap();
+        let lease = plain.claim(1).await.unwrap();
+        assert_eq!(lease.pending, lost.pending);
+        if found == Found::BeforeTheFirstFailure {
+            late.db.batch_execute("COMMIT").await.unwrap();
+        }
+        assert!(plain.fail(&lease, &[(id, "retry", Some(0.0))]).await);
+        if found != Found::BeforeTheFirstFailure {
+            late.db.batch_execute("COMMIT").await.unwrap();
+            let (token, ids) = plain.claim_exceptions(1, false).await;
+            assert_eq!(ids, [id]);
+            if found == Found::ByTheNextHandler {
+                let error = plain.db.execute(settle, &[&token, &id, &true]).await.unwrap_err();
+                assert_eq!(error.code().unwrap().code(), "SQ009");
+                let unsettled =
+                    "SELECT cardinality(sqlstreams.unsettled(1, 1, $1, ARRAY[$2::bigint], true))";
+                let row = plain.db.query_one(unsettled, &[&token, &id]).await.unwrap();
+                assert_eq!(row.get::<_, i32>(0), 0);
+            } else {
+                let lost = plain.settle_exceptions(token, &[(id, "retry", None)]).await;
+                assert!(lost.is_empty(), "{lost:?}");
+            }
+        }
+        for table in ["consumer_done_1", "exception_queue_1", "consumer_lease_1"] {
+            let sql = format!("SELECT count(*) FROM sqlstreams.{table}");
+            assert_eq!(count(&plain.db, &sql).await, 0, "{found:?}: {table}");
+        }
+    }
+}
+
 /// Polls until something is so, for 30 s at most.
 pub async fn until(is_so: impl AsyncFn() -> bool) {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
