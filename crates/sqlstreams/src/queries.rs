@@ -51,7 +51,7 @@ queries! {
         is_owner: [INT8, INT4],
         expire_owner: [INT8, INT8, INT8],
         ring: [INT8_ARRAY],
-        settle_in_transaction: [INT8, INT8, UUID, INT8_ARRAY, BOOL],
+        settle_in_transaction: [INT8, INT8, UUID, INT8_ARRAY, BOOL, TEXT],
         unsettled: [INT8, INT8, UUID, INT8_ARRAY, BOOL],
         next_id: [INT8, INT8, UUID, INT8],
         take_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ, INT8],

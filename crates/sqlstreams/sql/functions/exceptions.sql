@@ -133,6 +133,9 @@ BEGIN
          SELECT array_agg(message_id) FROM gone', 'exception_queue_' || p_stream)
         INTO handled USING p_group, p_tokens, p_ids, p_outcomes;
     IF EXISTS (SELECT FROM unnest(p_outcomes) AS o WHERE o <> 'ok') THEN
+        IF g.transactional THEN
+            handled := handled || end_settled(p_stream, p_group, p_tokens, p_ids);
+        END IF;
         EXECUTE format(
             'WITH kept AS (
                  UPDATE %I AS e SET

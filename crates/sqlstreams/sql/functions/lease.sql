@@ -45,6 +45,10 @@ BEGIN
         RETURN NULL;
     END IF;
     IF p_ids IS NOT NULL THEN
+        IF g.transactional THEN
+            -- What a handler that had lost it has settled all the same did not fail.
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending * (SELECT range_agg(int8range(id, id, '[]')) FROM unnest(p_ids) AS id));
+        END IF;
         l.pending := l.pending - record_failures(p_stream, g, l.pending, p_ids, p_outcomes, p_errors, p_delays);
     END IF;
     IF g.transactional THEN

@@ -5,13 +5,18 @@
 -- other's commits. The order is what makes it safe: first the row, and in a later statement the look whether the message is
 -- still the caller's. Whoever takes a lease over changes its token first and reads the rows afterwards (take_done), so a
 -- handler that lost its lease either sees that, or its row is found: by the one who takes over, or by the next handler
--- of that message, whose own row conflicts with it.
+-- of that message, whose own row conflicts with it. The message may have become an exception by then: it ends where
+-- the row is found (end_settled).
 
 -- Settles messages that are held under p_token in the caller's transaction, which must be READ COMMITTED. Call it last, and
 -- claim nothing in that transaction. p_exceptions: p_token proves claimed exceptions, not a lease.
 --
--- SQ008: the lease was lost. SQ009: some were settled before; see unsettled. Both leave nothing to do but to roll back.
-CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false) RETURNS void
+-- p_mark: for clients that lend the transaction to a handler, which may have ended it. They say SET LOCAL
+-- sqlstreams.transaction = p_mark when they begin; the setting ends with the transaction.
+--
+-- SQ008: the lease was lost. SQ009: some were settled before; see unsettled. SQ010: this is not the transaction that was
+-- lent. All leave nothing to do but to roll back.
+CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_exceptions boolean DEFAULT false, p_mark text DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g       consumer_group;
@@ -20,6 +25,10 @@ DECLARE
     hits    int;
 BEGIN
     PERFORM require_read_committed();
+    IF current_setting('sqlstreams.transaction', true) IS DISTINCT FROM p_mark AND p_mark IS NOT NULL THEN
+        RAISE EXCEPTION 'the handler ended the transaction that it was given'
+            USING ERRCODE = 'SQ010', HINT = 'Leave COMMIT and ROLLBACK to the consumer; savepoints are fine.';
+    END IF;
     g := require_group(p_stream, p_group);
     IF NOT g.transactional THEN
         RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)
@@ -62,6 +71,7 @@ BEGIN
     PERFORM require_read_committed();
     PERFORM require_group(p_stream, p_group);
     IF p_exceptions THEN
+        PERFORM end_settled(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(p_ids)]), p_ids);
         EXECUTE format('SELECT array_agg(message_id) FROM (SELECT message_id FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3 ORDER BY message_id FOR UPDATE) AS x', 'exception_queue_' || p_stream)
             INTO open USING p_group, p_ids, p_token;
         RETURN coalesce(open, '{}');
@@ -90,4 +100,23 @@ BEGIN
          SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM gone', 'consumer_done_' || p_stream)
         INTO taken USING p_group, p_ids;
     RETURN taken;
+END $$;
+
+-- Ends exceptions that are held under these tokens and were settled all the same, by a handler that had lost the message when
+-- its transaction committed. Returns their ids. Waits for transactions that are settling one of them right now.
+CREATE OR REPLACE FUNCTION end_settled(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS bigint[]
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    ended bigint[];
+BEGIN
+    EXECUTE format(
+        'WITH held AS MATERIALIZED (
+             SELECT e.message_id FROM unnest($2, $3) AS u(token, id)
+             JOIN %1$I AS e ON e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
+             ORDER BY e.message_id FOR UPDATE OF e),
+         done AS (DELETE FROM %2$I AS d USING held WHERE d.group_id = $1 AND d.message_id = held.message_id RETURNING d.message_id),
+         gone AS (DELETE FROM %1$I AS e USING done WHERE e.group_id = $1 AND e.message_id = done.message_id RETURNING e.message_id)
+         SELECT coalesce(array_agg(message_id), ''{}'') FROM gone', 'exception_queue_' || p_stream, 'consumer_done_' || p_stream)
+        INTO ended USING p_group, p_tokens, p_ids;
+    RETURN ended;
 END $$;

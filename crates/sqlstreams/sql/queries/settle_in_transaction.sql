@@ -1,1 +1,1 @@
-SELECT {schema}.settle_in_transaction($1, $2, $3, $4, $5)
+SELECT {schema}.settle_in_transaction($1, $2, $3, $4, $5, $6)

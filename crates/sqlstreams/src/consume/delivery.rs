@@ -1,7 +1,7 @@
 //! A message in the hands of a handler.
 
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use tokio::sync::Notify;
@@ -78,30 +78,42 @@ pub(crate) struct History {
 /// Until when a handler may run; it can be moved.
 #[derive(Debug)]
 pub(crate) struct Deadline {
-    since: Instant,
-    at: Mutex<Instant>,
+    /// From when, and until when.
+    span: Mutex<(Instant, Instant)>,
     moved: Notify,
 }
 
 impl Deadline {
     /// So long from now.
     pub(crate) fn after(limit: Duration) -> Self {
-        let since = Instant::now();
-        Self { since, at: Mutex::new(later(since, limit)), moved: Notify::new() }
+        let now = Instant::now();
+        Self { span: Mutex::new((now, later(now, limit))), moved: Notify::new() }
+    }
+
+    /// Only now begins what it is for.
+    pub(crate) fn restart(&self, limit: Duration) {
+        let now = Instant::now();
+        *self.span() = (now, later(now, limit));
+        self.moved.notify_one();
+    }
+
+    fn at(&self) -> Instant {
+        self.span().1
+    }
+
+    fn set(&self, at: Instant) {
+        self.span().1 = at;
+        self.moved.notify_one();
     }
 
     /// How long it is from beginning to end.
     pub(crate) fn limit(&self) -> Duration {
-        self.at().saturating_duration_since(self.since)
+        let (since, at) = *self.span();
+        at.saturating_duration_since(since)
     }
 
-    fn at(&self) -> Instant {
-        *self.at.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn set(&self, at: Instant) {
-        *self.at.lock().unwrap_or_else(PoisonError::into_inner) = at;
-        self.moved.notify_one();
+    fn span(&self) -> MutexGuard<'_, (Instant, Instant)> {
+        self.span.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns when the deadline has passed, wherever it was moved meanwhile.

@@ -222,6 +222,10 @@ impl<T: Send + 'static> Run<T> {
             Ok(None) => return all(Verdict::cancelled()),
             Err(error) => return all(Outcome::Retry(error.to_string()).into()),
         };
+        // Waiting for a connection was not the handler's time.
+        if let (Some(deadline), Some(limit)) = (&deadline, self.timeout) {
+            deadline.restart(limit);
+        }
         let outcomes = self.call(deliveries, open.transaction(), deadline).await;
         let handled = || running.iter().zip(&outcomes).filter(|(_, o)| **o == Outcome::Done);
         if handled().next().is_none() {

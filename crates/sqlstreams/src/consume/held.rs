@@ -116,9 +116,12 @@ impl Lease {
         self.is_fetched() && self.open.is_empty()
     }
 
-    /// Nothing of it runs, and what is left will not: it can be handed back.
+    /// Nothing of it runs, and what is left will not: it can be handed back. What is left of a lease that is still ours
+    /// was in a batch with messages of one that was lost.
     fn is_spent(&self) -> bool {
-        self.term.is_over() && self.open.len() == self.left.len() && self.failed.is_empty()
+        (self.term.is_over() || !self.left.is_empty())
+            && self.open.len() == self.left.len()
+            && self.failed.is_empty()
     }
 
     /// Whether the server should hear of it soon; with `all`, whether there is anything to hear.
@@ -603,6 +606,16 @@ mod tests {
         assert!(!held.may_start(Source::Lease(token), 1));
         held.finished(Source::Lease(token), 1, Outcome::Retry("late".into()).into());
         assert!(held.is_empty() && !held.has_news(false));
+    }
+
+    #[test]
+    fn what_was_dropped_with_a_batch_is_handed_back_though_its_lease_lives() {
+        let (mut held, token) = held(1..4, &[1, 2, 3], false);
+        held.finished(Source::Lease(token), 1, Outcome::Done.into());
+        held.finished(Source::Lease(token), 2, Verdict::cancelled());
+        assert!(held.spent().is_empty(), "message 3 runs");
+        held.finished(Source::Lease(token), 3, Verdict::cancelled());
+        assert_eq!(held.spent()[0].done.to_string(), "{[1,2)}");
     }
 
     #[test]

@@ -75,8 +75,12 @@ impl Pace {
         self.target = self.target.max(self.least).min(MOST_MESSAGES.min(fitting).max(1));
     }
 
-    /// How many to claim while `held` are held: nothing until half of the target is free.
-    pub(crate) fn room(&self, held: usize) -> usize {
+    /// How many to claim while `held` are held: nothing until half of the target is free. In a group that has a limit, as
+    /// many as run at once: what waits here could run elsewhere.
+    pub(crate) fn room(&self, held: usize, limited: bool) -> usize {
+        if limited {
+            return self.least.min(self.target).saturating_sub(held);
+        }
         let free = self.target.saturating_sub(held);
         if free * 2 >= self.target { free } else { 0 }
     }
@@ -104,8 +108,8 @@ mod tests {
         for second in 1..20 {
             pace.finished(16, false, start + Duration::from_secs(second));
         }
-        assert_eq!(pace.room(0), 16);
-        assert_eq!(pace.room(9), 0);
+        assert_eq!(pace.room(0, false), 16);
+        assert_eq!(pace.room(9, false), 0);
     }
 
     #[test]
@@ -113,9 +117,9 @@ mod tests {
         let start = Instant::now();
         let mut pace = Pace::new(16, start);
         for round in 1..20 {
-            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+            pace.finished(pace.room(0, false), true, start + Duration::from_millis(round * 5));
         }
-        assert_eq!(pace.room(0), MOST_MESSAGES);
+        assert_eq!(pace.room(0, false), MOST_MESSAGES);
     }
 
     #[test]
@@ -124,12 +128,12 @@ mod tests {
         let mut pace = Pace::new(16, start);
         let mut now = start;
         for _ in 0..15 {
-            for _ in 0..pace.room(0) {
+            for _ in 0..pace.room(0, false) {
                 now += Duration::from_micros(20);
                 pace.finished(1, true, now);
             }
         }
-        assert!(pace.room(0) > 5_000, "{}", pace.room(0));
+        assert!(pace.room(0, false) > 5_000, "{}", pace.room(0, false));
     }
 
     #[test]
@@ -137,7 +141,7 @@ mod tests {
         let start = Instant::now();
         let mut pace = Pace::new(16, start);
         for round in 1..20 {
-            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+            pace.finished(pace.room(0, false), true, start + Duration::from_millis(round * 5));
         }
         assert_eq!(pace.surplus(MOST_MESSAGES), 0);
         pace.finished(0, false, start + Duration::from_secs(10));
@@ -150,8 +154,8 @@ mod tests {
         let mut pace = Pace::new(4, start);
         for round in 1..40 {
             pace.received(10, 10 * 16 * 1024 * 1024);
-            pace.finished(pace.room(0), true, start + Duration::from_millis(round * 5));
+            pace.finished(pace.room(0, false), true, start + Duration::from_millis(round * 5));
         }
-        assert_eq!(pace.room(0), 4);
+        assert_eq!(pace.room(0, false), 4);
     }
 }

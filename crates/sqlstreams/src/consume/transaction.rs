@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use deadpool_postgres::Object;
+use futures_util::FutureExt;
+use futures_util::future::{join, join_all};
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_postgres::types::ToSql;
@@ -17,7 +19,12 @@ use crate::client::run;
 use crate::error::{Error, Result};
 use crate::wake::jittered;
 
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+/// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
+const BEGIN: &str =
+    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
+const MARK: &str = "lent";
+/// Ends a transaction that somebody still uses: what they send after this finds no connection.
+const HANG_UP: &str = "ROLLBACK; SELECT pg_terminate_backend(pg_backend_pid())";
 /// The pause between two looks at what became of a commit, growing from the first to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
@@ -28,21 +35,27 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_s
 /// otherwise. It is READ COMMITTED. Do not commit or roll back yourself; savepoints are fine.
 #[derive(Debug)]
 pub struct Transaction {
-    connection: Arc<Object>,
+    lent: Arc<Lent>,
+}
+
+/// A connection of the pool and the leave to hold it, until the last who has it lets go.
+#[derive(Debug)]
+struct Lent {
+    connection: Object,
+    _permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Deref for Transaction {
     type Target = tokio_postgres::Client;
 
     fn deref(&self) -> &tokio_postgres::Client {
-        &self.connection
+        &self.lent.connection
     }
 }
 
 /// Our side of it. Dropped, the connection is closed, and with it the transaction.
 pub(crate) struct Open {
-    connection: Option<Arc<Object>>,
-    _permit: Option<OwnedSemaphorePermit>,
+    lent: Option<Arc<Lent>>,
 }
 
 /// How the attempt to settle and commit ended.
@@ -64,17 +77,20 @@ impl Open {
         // Closed never.
         let permit = client.inner.transactions.clone().acquire_owned().await.ok();
         let connection = client.connection(doing).await?;
-        let open = Self { connection: Some(Arc::new(connection)), _permit: permit };
+        let open = Self { lent: Some(Arc::new(Lent { connection, _permit: permit })) };
         open.execute(BEGIN, doing).await?;
         Ok(open)
     }
 
     /// For the handler.
     pub(crate) fn transaction(&self) -> Option<Transaction> {
-        self.connection.clone().map(|connection| Transaction { connection })
+        self.lent.clone().map(|lent| Transaction { lent })
     }
 
     pub(crate) async fn roll_back(mut self) {
+        if self.is_kept() {
+            return;
+        }
         let done = self.execute("ROLLBACK", "roll a handler's transaction back").await;
         if done.is_ok() {
             self.give_back();
@@ -88,9 +104,7 @@ impl Open {
         messages: &[(Source, Vec<i64>)],
         over: &CancellationToken,
     ) -> Committed {
-        // A handler that has kept the transaction may be writing to it still.
-        if self.connection.as_ref().is_none_or(|shared| Arc::strong_count(shared) > 1) {
-            self.roll_back().await;
+        if self.is_kept() {
             return Committed::No(Error::kept_transaction());
         }
         match self.settle_and_commit(protocol, messages).await {
@@ -131,29 +145,19 @@ impl Open {
         messages: &[(Source, Vec<i64>)],
     ) -> Result<()> {
         let doing = "commit a handler's transaction";
-        let Some(connection) = &self.connection else { return Ok(()) };
+        let Some(lent) = &self.lent else { return Ok(()) };
         let settle = &protocol.stream.client.inner.queries.settle_in_transaction;
+        let settles = messages.iter().map(async |(source, ids)| {
+            let (token, exceptions) = proof(*source);
+            let params: [&(dyn ToSql + Sync); 6] =
+                [&protocol.stream.id, &protocol.group, &token, ids, &exceptions, &MARK];
+            run(&lent.connection, settle, &params).await
+        });
         let work = async {
-            let (last, others) = match messages.split_last() {
-                Some(split) => split,
-                None => return connection.batch_execute("COMMIT").await,
-            };
-            for (source, ids) in others {
-                let (token, exceptions) = proof(*source);
-                run(
-                    connection,
-                    settle,
-                    &[&protocol.stream.id, &protocol.group, &token, ids, &exceptions],
-                )
-                .await?;
-            }
-            let (token, exceptions) = proof(last.0);
-            let params: [&(dyn ToSql + Sync); 5] =
-                [&protocol.stream.id, &protocol.group, &token, &last.1, &exceptions];
-            let settled = run(connection, settle, &params);
             let (settled, committed) =
-                futures_util::future::join(settled, connection.batch_execute("COMMIT")).await;
-            settled.and(committed)
+                join(join_all(settles), lent.connection.batch_execute("COMMIT")).await;
+            // The first error is the reason for the others.
+            settled.into_iter().collect::<Result<Vec<_>, _>>().and(committed)
         };
         match timeout(ANSWER, work).await {
             Ok(result) => result.map_err(|e| Error::from_driver(e, doing)),
@@ -162,24 +166,33 @@ impl Open {
     }
 
     async fn execute(&self, sql: &str, doing: &str) -> Result<()> {
-        let Some(connection) = &self.connection else { return Ok(()) };
-        match timeout(ANSWER, connection.batch_execute(sql)).await {
+        let Some(lent) = &self.lent else { return Ok(()) };
+        match timeout(ANSWER, lent.connection.batch_execute(sql)).await {
             Ok(result) => result.map_err(|e| Error::from_driver(e, doing)),
             Err(_) => Err(Error::no_answer(doing, ANSWER)),
         }
     }
 
+    /// Whether the handler, or something it has started, may be writing still.
+    fn is_kept(&self) -> bool {
+        self.lent.as_ref().is_none_or(|lent| Arc::strong_count(lent) > 1)
+    }
+
     /// No transaction is open on it any more: others may use the connection.
     fn give_back(&mut self) {
-        self.connection = None;
+        self.lent = None;
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        // Whoever else holds the connection puts it back when done: nothing but the handler can, and that is gone or at fault.
-        if let Some(connection) = self.connection.take().and_then(Arc::into_inner) {
-            drop(Object::take(connection));
+        match self.lent.take().map(Arc::try_unwrap) {
+            None => {}
+            Some(Ok(lent)) => drop(Object::take(lent.connection)),
+            // On its way at the first poll, before whatever the others send from now on.
+            Some(Err(kept)) => {
+                let _ = kept.connection.batch_execute(HANG_UP).now_or_never();
+            }
         }
     }
 }

@@ -448,7 +448,7 @@ impl<'a> Looking<'a> {
     async fn connect(&mut self) -> Result<()> {
         let listen = self.watcher.listen.load(Ordering::Relaxed);
         match &*self.watcher.session.lock().await {
-            Some(session) if !session.is_broken() && !(listen && session.is_unsure()) => {
+            Some(session) if !(session.is_broken() || listen && session.is_unsure()) => {
                 return Ok(());
             }
             // What broke it has probably broken others, which nobody is to wait for.

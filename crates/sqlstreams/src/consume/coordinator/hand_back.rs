@@ -69,7 +69,6 @@ impl Coordinator {
 
     /// Hands back at once what does not run, lets running handlers finish, and hands back what is left then.
     pub(super) async fn stop(&mut self) -> Result<()> {
-        self.queue.pause(false);
         let taken = self.queue.take_back(|_| false);
         {
             let mut held = self.holding.lock();

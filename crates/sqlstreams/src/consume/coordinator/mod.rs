@@ -179,7 +179,7 @@ impl Coordinator {
             self.settle_exceptions().await?;
             return Ok(true);
         }
-        let room = self.pace.room(self.holding.lock().messages());
+        let room = self.pace.room(self.holding.lock().messages(), self.limited);
         let hungry = self.queue.waiting() < self.settings.concurrency * self.settings.batch_size;
         if hungry && self.fetch_exceptions().await? {
             return Ok(true);
@@ -207,7 +207,9 @@ impl Coordinator {
             return Ok(true);
         }
         if log || self.holding.lock().has_news(self.limited) && self.news_are_due(now) {
-            self.advance(if log { room } else { 0 }).await?;
+            // Where there is a limit, what was finished makes room for what could not be claimed before.
+            let claim = log || open && self.limited;
+            self.advance(if claim { room } else { 0 }).await?;
             return Ok(true);
         }
         Ok(false)

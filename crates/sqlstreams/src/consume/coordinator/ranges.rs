@@ -36,7 +36,7 @@ impl Coordinator {
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
                 let short =
                     last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
-                if short {
+                if short && !self.limited {
                     self.seen.fresh = false;
                 }
                 self.watch.claimed(last, short);
