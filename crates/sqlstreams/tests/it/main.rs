@@ -23,6 +23,7 @@ mod places;
 mod plain;
 mod produce;
 mod proxy;
+mod restarts;
 mod retry;
 mod rotation;
 mod scene;
