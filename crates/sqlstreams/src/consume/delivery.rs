@@ -182,8 +182,8 @@ impl Context {
     }
 
     /// Cancelled when the message is about to be, or was, given to another consumer: its lease could not be renewed in time. What
-    /// the handler does after that may be done twice, and its outcome is not recorded. The handler itself is dropped at
-    /// its next `.await` once the lease is over; what it has spawned, or blocks a thread, has to look here.
+    /// the handler does after that may be done twice, and its outcome is recorded only if nobody else has the message yet. The
+    /// handler itself is dropped at its next `.await` once the lease is over; what it has spawned, or blocks a thread, has to look here.
     pub fn cancellation(&self) -> &CancellationToken {
         &self.over
     }

@@ -41,6 +41,7 @@ impl Process {
             Script::Work(amount) => ("work", amount),
             Script::HangFrom(amount) => ("hang", amount),
             Script::DieAt(amount) => ("die", amount),
+            Script::Endless => ("endless", 0),
         };
         let Place { url, stream, group } = place;
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -135,7 +136,8 @@ async fn process() {
     let script = match name {
         "work" => Script::Work(amount),
         "hang" => Script::HangFrom(amount),
-        _ => Script::DieAt(amount),
+        "die" => Script::DieAt(amount),
+        _ => Script::Endless,
     };
     // Ends the line that the test harness may have begun.
     println!();

@@ -34,6 +34,8 @@ pub enum Script {
     /// Finishes payloads below this at once; with the others it waits for the end of the lease, and then claims that it has
     /// handled them, or where the payload is odd, that it has failed.
     HangFrom(u64),
+    /// Never ends, whatever becomes of the lease.
+    Endless,
     /// Kills its process at this payload, and takes a fifth of a second for others.
     DieAt(u64),
 }
@@ -102,6 +104,11 @@ pub async fn act(
             return if delivery.payload % 2 == 0 { Ok(()) } else { Err("too late") };
         }
         Script::HangFrom(_) => {}
+        Script::Endless => {
+            delivery.context.cancellation().cancelled().await;
+            note(What::Cancelled);
+            std::future::pending().await
+        }
         Script::DieAt(payload) if delivery.payload == payload => {
             let own = rustix::process::getpid();
             rustix::process::kill_process(own, rustix::process::Signal::KILL).unwrap();

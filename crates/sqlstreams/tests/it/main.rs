@@ -29,6 +29,7 @@ mod pool;
 mod pooler;
 mod produce;
 mod proxy;
+mod restarts;
 mod retry;
 mod rotation;
 mod scene;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use sqlstreams::{CancellationToken, RetryPolicy};
+use sqlstreams::{CancellationToken, Client, RetryPolicy};
 
 use crate::journal::{Script, What, until};
 use crate::scene::Scene;
@@ -96,6 +96,42 @@ async fn tb_045_a_process_that_is_started_again_gets_what_its_predecessor_had() 
     println!("20 messages of a killed process were handled after {:?}", killed.elapsed());
     assert!(killed.elapsed() < Duration::from_secs(25), "{:?}", killed.elapsed());
     assert_eq!(successor.stop().await, 20);
+}
+
+/// All that the limit allows is with a consumer that dies. When its leases have run out, nothing of that counts any more.
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_051_what_a_killed_process_had_in_hand_does_not_fill_the_limit() {
+    let scene = Scene::new("limited", 20, Duration::from_secs(2)).await;
+    scene.stream.group("g").max_in_flight(5).open().await.unwrap();
+    let victim = scene.process(1, 8, Script::HangFrom(0));
+    until("the limit is reached", 30, async || scene.journal.of(What::Started).len() == 5).await;
+    let survivor = scene.local(2, 8, Script::Work(5)).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(scene.journal.of(What::Started).len(), 5, "the limit holds");
+    victim.kill();
+    scene.until_resolved(30).await;
+    assert_eq!(survivor.stop().await.handled, 20);
+}
+
+/// Nobody notices the death here: without a listener only the end of the lease tells. A higher limit lets the rest pass now.
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_056_a_limit_that_is_raised_lets_messages_pass_at_once() {
+    let scene = Scene::new("raised", 20, Duration::from_secs(15)).await;
+    scene.stream.group("g").max_in_flight(5).open().await.unwrap();
+    let victim = scene.process(1, 8, Script::HangFrom(0));
+    until("the limit is reached", 30, async || scene.journal.of(What::Started).len() == 5).await;
+    victim.kill();
+    let client = Client::builder(&scene.place.url).listener(false).connect().await.unwrap();
+    let survivor = scene.local_through(client, 2, 8, Script::Work(5)).await;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert_eq!(scene.journal.of(What::Started).len(), 5, "the limit holds");
+
+    scene.stream.group("g").max_in_flight(50).open().await.unwrap();
+    let done = || scene.journal.payloads(2, What::Done).len();
+    until("the others pass", 8, async || done() == 15).await;
+    // And in the end the rest as well, without anybody's help.
+    scene.until_resolved(40).await;
+    assert_eq!(survivor.stop().await.handled, 20);
 }
 
 /// TB-078, with real processes: whoever gets the message dies. It ends as a dead letter, and takes nobody with it.

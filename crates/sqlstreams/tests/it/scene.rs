@@ -11,7 +11,6 @@ use crate::support::{client_at, count, database, numbers};
 
 /// A stream with a group, consumers of which run here and in other processes.
 pub struct Scene {
-    pub client: Client,
     pub db: tokio_postgres::Client,
     pub stream: Stream<u64>,
     pub group: Group<u64>,
@@ -36,7 +35,7 @@ impl Scene {
         let stream = numbers(&client, name, messages).await;
         let group = stream.group("g").lease(lease).create().await.unwrap();
         let place = Place { url, stream: name, group: "g" };
-        Self { client, db, stream, group, place, journal: Journal::default() }
+        Self { db, stream, group, place, journal: Journal::default() }
     }
 
     pub fn process(&self, number: u32, concurrency: usize, script: Script) -> Process {
