@@ -11,6 +11,7 @@ mod exactly_once;
 mod exceptions;
 mod fence;
 mod fence_restart;
+mod flow;
 mod groups;
 mod horizon;
 mod isolation;
