@@ -202,13 +202,16 @@ impl Coordinator {
             return Ok(true);
         }
         let log = open && room > 0 && (self.seen.fresh || self.seen.lapsed);
-        if open && room > 0 && self.seen.due && (self.exceptions_next || !log) {
+        let due = open && room > 0 && self.seen.due && (self.exceptions_next || !log);
+        let news = self.holding.lock().has_news(self.limited) && self.news_are_due(now);
+        // Where there is a limit, what was finished makes room first: for exceptions, or they would wait for the log to end,
+        // and else for the next of the log.
+        if due && !(self.limited && news) {
             self.claim_exceptions(room.min(MOST_EXCEPTIONS), false).await?;
             return Ok(true);
         }
-        if log || self.holding.lock().has_news(self.limited) && self.news_are_due(now) {
-            // Where there is a limit, what was finished makes room for what could not be claimed before.
-            let claim = log || open && self.limited;
+        if log || news {
+            let claim = !due && (log || open && self.limited);
             self.advance(if claim { room } else { 0 }).await?;
             return Ok(true);
         }
@@ -403,7 +406,9 @@ impl Coordinator {
             // Where one was, more may be: the next is asked for as soon as this one has ended, not at the next look.
             self.seen.suspect = !claimed.exceptions.is_empty();
         } else {
-            self.seen.due = claimed.exceptions.len() == limit;
+            // A limit may have allowed some of many.
+            let some = self.limited && !claimed.exceptions.is_empty();
+            self.seen.due = claimed.exceptions.len() == limit || some;
             self.watch.claimed_exceptions(claimed.earliest_due);
         }
         if !claimed.exceptions.is_empty() {

@@ -90,15 +90,16 @@ async fn max_in_flight_is_kept_over_all_consumers() {
     stream.group("g").lease(lease).retry(policy).max_in_flight(6).create().await.unwrap();
 
     let gauge = Arc::new(Gauge::default());
-    let handled = Arc::new(AtomicUsize::new(0));
+    let (handled, retried) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let stop = CancellationToken::new();
     let start = async || {
         let client = Client::connect(&url).await.unwrap();
         let stream = client.stream::<u64>("s").open().await.unwrap();
-        let (gauge, handled) = (gauge.clone(), handled.clone());
+        let (gauge, handled, retried) = (gauge.clone(), handled.clone(), retried.clone());
         let consumer = stream.group("g").consumer().concurrency(4).stop_on(stop.clone());
         tokio::spawn(consumer.run(move |message: Delivery<u64>| {
             let (running, handled) = (gauge.enter(), handled.clone());
+            retried.fetch_add(usize::from(message.attempt() > 1), Ordering::SeqCst);
             async move {
                 sleep(Duration::from_millis(5 + message.payload % 10)).await;
                 drop(running);
@@ -116,8 +117,10 @@ async fn max_in_flight_is_kept_over_all_consumers() {
     }
     let auditor = Auditor::start(&url).await;
     // Two of three would do; each takes what it can run, so all of them have something.
-    until(async || handled.load(Ordering::SeqCst) > 100).await;
+    until(async || handled.load(Ordering::SeqCst) > 300).await;
     assert_eq!(gauge.most(), 6);
+    // What failed does not wait for the end of the backlog.
+    assert!(retried.load(Ordering::SeqCst) > 0);
     // Two go without a word. What they had is free again when its lease ran out, at the latest.
     for consumer in consumers.drain(..2) {
         consumer.abort();
