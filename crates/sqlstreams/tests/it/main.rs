@@ -4,8 +4,10 @@
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod ambiguous;
+mod batches;
 mod consume;
 mod crash;
+mod delivery;
 mod economics;
 mod exactly_once;
 mod exceptions;
