@@ -335,9 +335,9 @@ impl<T, C> GroupBuilder<T, C> {
                 return out_of_range("max_in_flight is 1 to 2147483647, or 0 for no limit");
             }
         };
-        if self.rate_limit.is_some_and(|rate| !(0.0..=1e9).contains(&rate)) {
+        if self.rate_limit.is_some_and(|rate| rate != 0.0 && !(1e-6..=1e9).contains(&rate)) {
             return out_of_range(
-                "rate_limit is up to 1000000000 messages per second, or 0 for no limit",
+                "rate_limit is 0.000001 to 1000000000 messages per second, or 0 for no limit",
             );
         }
         Ok(Settings {

@@ -101,7 +101,7 @@ pub use message::{Headers, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoi
 pub use migrate::MigrationReport;
 pub use name::MAX_NAME_BYTES;
 pub use outcome::{IntoOutcome, IntoOutcomes, MAX_ERROR_BYTES, Outcome};
-pub use payload::{Bytes, Codec, Json, MAX_PAYLOAD_BYTES, PayloadType, Text};
+pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, Text, Undecodable};
 pub use produce::{Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;

@@ -2,6 +2,7 @@
 
 use std::error::Error as StdError;
 use std::fmt;
+use std::marker::PhantomData;
 use std::str::FromStr;
 
 use bytes::BytesMut;
@@ -79,6 +80,7 @@ impl FromStr for PayloadType {
 /// your own for another format (`bytea` takes any).
 ///
 /// A payload that [`decode`](Self::decode) refuses becomes a dead letter of the group that read it, with the error's text.
+/// A handler that wants to see such payloads itself reads them with [`Lenient`].
 pub trait Codec<T>: Send + Sync + 'static {
     /// The payload types that the codec can write and read.
     fn payload_types() -> &'static [PayloadType];
@@ -147,6 +149,72 @@ impl Codec<Vec<u8>> for Bytes {
 
     fn decode(payload: &[u8]) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
         Ok(payload.to_vec())
+    }
+}
+
+/// What another codec can read, and the payloads that it cannot read as they are: the way out for a handler that knows what to
+/// do with those, instead of finding them among the dead letters.
+///
+/// ```no_run
+/// use sqlstreams::{Delivery, Json, Lenient, Outcome, Undecodable};
+/// # #[derive(serde::Serialize, serde::Deserialize)] struct Order { id: u64 }
+/// # async fn f(client: sqlstreams::Client) -> sqlstreams::Result<()> {
+/// let orders = client
+///     .stream::<Result<Order, Undecodable>>("orders")
+///     .codec::<Lenient<Json>>()
+///     .open()
+///     .await?;
+/// let handler = async |order: Delivery<Result<Order, Undecodable>>| match &order.payload {
+///     Ok(order) => {
+///         println!("order {}", order.id);
+///         Outcome::Done
+///     }
+///     Err(raw) if raw.payload.starts_with(b"v1:") => {
+///         println!("an order of old: {:?}", raw.payload);
+///         Outcome::Done
+///     }
+///     Err(raw) => Outcome::Dead(raw.reason.clone()),
+/// };
+/// orders.group("receipts").consumer().run(handler).await?;
+/// # Ok(()) }
+/// ```
+///
+/// What is sent through it is written by the other codec, or is the undecodable payload as it was read.
+pub struct Lenient<C>(PhantomData<fn() -> C>);
+
+/// A payload that its codec could not read; see [`Lenient`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Undecodable {
+    /// The bytes of the payload: of json, jsonb and text the UTF-8 text.
+    pub payload: Vec<u8>,
+    /// Why the codec refused it.
+    pub reason: String,
+}
+
+impl fmt::Display for Undecodable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the payload cannot be decoded: {}", self.reason)
+    }
+}
+
+impl StdError for Undecodable {}
+
+impl<T, C: Codec<T>> Codec<Result<T, Undecodable>> for Lenient<C> {
+    fn payload_types() -> &'static [PayloadType] {
+        C::payload_types()
+    }
+
+    fn encode(value: &Result<T, Undecodable>) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        match value {
+            Ok(value) => C::encode(value),
+            Err(raw) => Ok(raw.payload.clone()),
+        }
+    }
+
+    fn decode(payload: &[u8]) -> Result<Result<T, Undecodable>, Box<dyn StdError + Send + Sync>> {
+        Ok(C::decode(payload)
+            .map_err(|error| Undecodable { payload: payload.to_vec(), reason: error.to_string() }))
     }
 }
 

@@ -33,7 +33,7 @@ CREATE TABLE consumer_group (
     -- over all consumers: messages that are handed out and not finished; NULL: no limit
     max_in_flight   int CHECK (max_in_flight >= 1),
     -- over all consumers: messages handed out per second; NULL: no limit
-    rate_limit      double precision CHECK (rate_limit > 0 AND rate_limit <= 1e9),
+    rate_limit      double precision CHECK (rate_limit BETWEEN 1e-6 AND 1e9),
     -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
     transactional   boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),

@@ -4,16 +4,21 @@
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod ambiguous;
+mod batches;
 mod child;
 mod connections;
 mod consume;
+mod consume;
+mod crash;
 mod crash;
 mod defaults;
+mod delivery;
 mod economics;
 mod exactly_once;
 mod exceptions;
 mod fence;
 mod fence_restart;
+mod flow;
 mod frozen;
 mod groups;
 mod horizon;

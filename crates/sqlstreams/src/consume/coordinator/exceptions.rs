@@ -98,7 +98,9 @@ impl Coordinator {
             // Where one was, more may be: the next is asked for as soon as this one has ended, not at the next look.
             self.seen.suspect = !claimed.exceptions.is_empty();
         } else {
-            self.seen.due = claimed.exceptions.len() == limit;
+            // A limit may have allowed some of many.
+            let some = self.limited && !claimed.exceptions.is_empty();
+            self.seen.due = claimed.exceptions.len() == limit || some;
             self.watch.claimed_exceptions(claimed.earliest_due);
         }
         if !claimed.exceptions.is_empty() {

@@ -202,13 +202,16 @@ impl Coordinator {
             return Ok(true);
         }
         let log = open && room > 0 && (self.seen.fresh || self.seen.lapsed);
-        if open && room > 0 && self.seen.due && (self.exceptions_next || !log) {
+        let due = open && room > 0 && self.seen.due && (self.exceptions_next || !log);
+        let news = self.holding.lock().has_news(self.limited) && self.news_are_due(now);
+        // Where there is a limit, what was finished makes room first: for exceptions, or they would wait for the log to end,
+        // and else for the next of the log.
+        if due && !(self.limited && news) {
             self.claim_exceptions(room, false).await?;
             return Ok(true);
         }
-        if log || self.holding.lock().has_news(self.limited) && self.news_are_due(now) {
-            // Where there is a limit, what was finished makes room for what could not be claimed before.
-            let claim = log || open && self.limited;
+        if log || news {
+            let claim = !due && (log || open && self.limited);
             self.advance(if claim { room } else { 0 }).await?;
             return Ok(true);
         }
