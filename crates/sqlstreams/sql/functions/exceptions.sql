@@ -109,6 +109,17 @@ BEGIN
         USING g, lapsed, started;
 END $$;
 
+-- Locks claimed exceptions, lowest id first. Whoever changes several of them and waits for locks takes them in this order.
+CREATE OR REPLACE FUNCTION lock_exceptions(p_stream bigint, p_group bigint, p_tokens uuid[], p_ids bigint[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format(
+        'SELECT count(*) FROM (SELECT FROM unnest($2, $3) AS u(token, id)
+                               JOIN %I AS e ON e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token
+                               ORDER BY e.message_id FOR UPDATE OF e) AS x', 'exception_queue_' || p_stream)
+        USING p_group, p_tokens, p_ids;
+END $$;
+
 -- Records the outcomes of claimed exceptions: 'ok' (the row goes), 'retry', 'dead' or 'delay'. Returns the ids whose
 -- lease was lost; nothing about those is recorded.
 --
@@ -125,6 +136,7 @@ BEGIN
     PERFORM require_read_committed();
     PERFORM require_outcomes(p_outcomes, '{ok,retry,dead,delay}');
     g := require_group(p_stream, p_group);
+    PERFORM lock_exceptions(p_stream, p_group, p_tokens, p_ids);
     EXECUTE format(
         'WITH gone AS (
              DELETE FROM %I AS e USING unnest($2, $3, $4) AS u(token, id, outcome)
@@ -194,6 +206,7 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     PERFORM require_group(p_stream, p_group);
+    PERFORM lock_exceptions(p_stream, p_group, p_tokens, p_ids);
     EXECUTE format(
         'WITH held AS (
              UPDATE %I AS e SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL, owner = NULL

@@ -136,8 +136,11 @@ BEGIN
         RETURN true;
     END IF;
     EXECUTE format(
-        'UPDATE %I SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL, owner = NULL
-         WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at > clock_timestamp() AND lease_id = $2', 'exception_queue_' || p_stream)
+        'WITH claimed AS (SELECT message_id FROM %1$I
+                          WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at > clock_timestamp() AND lease_id = $2
+                          ORDER BY message_id FOR UPDATE)
+         UPDATE %1$I AS e SET state = ''ready'', due_at = clock_timestamp(), lease_id = NULL, lease_expires_at = NULL, owner = NULL
+         FROM claimed WHERE e.group_id = $1 AND e.message_id = claimed.message_id', 'exception_queue_' || p_stream)
         USING p_group, p_token;
     GET DIAGNOSTICS hits = ROW_COUNT;
     RETURN hits > 0;

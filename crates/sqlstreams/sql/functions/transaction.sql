@@ -43,6 +43,7 @@ BEGIN
     END IF;
 
     IF p_exceptions THEN
+        PERFORM lock_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(p_ids)]), p_ids);
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3', 'exception_queue_' || p_stream)
             USING p_group, p_ids, p_token;
         GET DIAGNOSTICS hits = ROW_COUNT;

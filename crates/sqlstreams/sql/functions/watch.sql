@@ -53,7 +53,7 @@ BEGIN
         RAISE EXCEPTION 'nothing can be consumed from a read-only server' USING ERRCODE = 'read_only_sql_transaction';
     END IF;
     IF p_backend <> pg_backend_pid() THEN
-        RAISE EXCEPTION 'this is not the session it was: a pooler has changed it' USING ERRCODE = 'SQ010';
+        RAISE EXCEPTION 'this is not the session it was: a pooler has changed it' USING ERRCODE = 'SQ011';
     END IF;
     -- MATERIALIZED: the sequences are read in one go, before anything is looked at closely.
     FOR w IN

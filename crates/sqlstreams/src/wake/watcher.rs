@@ -35,7 +35,7 @@ const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 /// What `watch` answers when it is asked of another server process than that of the session.
-const OTHER_BACKEND: &str = "SQ010";
+const OTHER_BACKEND: &str = "SQ011";
 /// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 

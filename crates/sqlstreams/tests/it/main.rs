@@ -8,8 +8,6 @@ mod batches;
 mod child;
 mod connections;
 mod consume;
-mod consume;
-mod crash;
 mod crash;
 mod defaults;
 mod delivery;
