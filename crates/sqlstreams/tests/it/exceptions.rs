@@ -302,3 +302,23 @@ async fn suspects_are_drained_one_after_the_other_without_pauses() {
     println!("300 suspects in {:?}", started.elapsed());
     assert!(started.elapsed().as_secs() < 20, "{:?} for 300 suspects", started.elapsed());
 }
+
+/// Two calls that name the same rows in opposite orders; without one order of locks the server ends one of them (40P01).
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn calls_that_name_the_same_exceptions_do_not_deadlock() {
+    let url = database().await;
+    let one = installed(&url).await;
+    let other = one.again(&url).await;
+    one.produce(300).await;
+    let lease = one.claim(300).await.unwrap();
+    let failed: Vec<_> =
+        one.fetch(&lease).await.iter().map(|id| (*id, "retry", Some(0.0))).collect();
+    assert!(one.fail(&lease, &failed).await);
+    for _ in 0..30 {
+        one.all_due().await;
+        let (token, ids) = one.claim_exceptions(300, false).await;
+        assert_eq!(ids.len(), 300);
+        let back: Vec<_> = ids.iter().rev().map(|id| (*id, "delay", Some(0.0))).collect();
+        tokio::join!(one.release_exceptions(token, &ids), other.settle_exceptions(token, &back));
+    }
+}
