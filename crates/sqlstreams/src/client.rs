@@ -50,6 +50,8 @@ pub(crate) struct Inner {
     pub(crate) transactions: Arc<Semaphore>,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
+    #[cfg(test)]
+    pub(crate) faults: crate::supervision::Faults,
     /// Last: whatever else is dropped may still want to use it.
     pub(crate) background: Background,
 }
@@ -295,6 +297,8 @@ impl ClientBuilder {
                 bell: Bell::default(),
                 transactions: Arc::new(Semaphore::new(self.pool_size - 1)),
                 suspects: Arc::new(Semaphore::new(1)),
+                #[cfg(test)]
+                faults: crate::supervision::Faults::default(),
                 background,
             }),
         })

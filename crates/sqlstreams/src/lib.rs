@@ -86,6 +86,8 @@ mod produce;
 mod queries;
 mod schema;
 mod stream;
+#[cfg(test)]
+mod supervision;
 mod wake;
 
 pub use client::{Client, ClientBuilder};

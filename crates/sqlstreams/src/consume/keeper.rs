@@ -60,6 +60,8 @@ impl Keeper {
         let mut next = Instant::now();
         let mut trouble = TROUBLE.0;
         loop {
+            #[cfg(test)]
+            self.protocol.stream.client.inner.faults.strike(crate::supervision::Task::Keeper);
             // Made before the look, so that nothing is missed between the two.
             let more = self.holding.more.notified();
             let (empty, lease) = {

@@ -50,6 +50,11 @@ impl Bell {
         state.ringing.then_some(streams)
     }
 
+    #[cfg(test)]
+    pub(crate) fn is_ringing(&self) -> bool {
+        self.lock().ringing
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -70,6 +75,8 @@ impl Drop for Ringing {
 async fn ring_all(ringing: Ringing) {
     let Ringing(client) = &ringing;
     while let Some(streams) = client.inner.bell.take() {
+        #[cfg(test)]
+        client.inner.faults.strike(crate::supervision::Task::Bell);
         let started = Instant::now();
         if let Err(error) = ring(client, &streams).await {
             tracing::debug!(

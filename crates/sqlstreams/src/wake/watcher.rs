@@ -423,6 +423,8 @@ impl<'a> Looking<'a> {
 
     /// Sees to it that there is a session, and looks or waits.
     async fn step(&mut self) -> Result<()> {
+        #[cfg(test)]
+        self.client.inner.faults.strike(crate::supervision::Task::Watcher);
         self.connect().await?;
         for stream in self.watcher.rung.take() {
             for group in self.watcher.watched().iter().filter(|g| g.stream == stream) {

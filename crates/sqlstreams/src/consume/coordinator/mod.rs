@@ -165,6 +165,8 @@ impl Coordinator {
 
     /// Makes the most urgent call, if any is to be made; says whether it made one.
     async fn step(&mut self) -> Result<bool> {
+        #[cfg(test)]
+        self.protocol.stream.client.inner.faults.strike(crate::supervision::Task::Coordinator);
         let now = Instant::now();
         self.seen.add(self.watch.take());
         let paused = self.watch.is_paused();
