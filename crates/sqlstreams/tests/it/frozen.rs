@@ -14,8 +14,8 @@ fn rounds() -> u64 {
     std::env::var("SQLSTREAMS_FREEZE_ROUNDS").map_or(3, |rounds| rounds.parse().unwrap())
 }
 
-/// The lease runs out while its owner is frozen, another consumer handles the messages, and the owner awakes with handlers that
-/// claim to have handled them, or to have failed.
+/// The lease runs out while its owner is frozen, another consumer has the messages in hand, and the owner awakes with handlers
+/// that claim to have handled them, or to have failed.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_frozen_consumer_is_cancelled_and_what_it_says_late_is_refused() {
     const MESSAGES: u64 = 8;
@@ -29,14 +29,15 @@ async fn a_frozen_consumer_is_cancelled_and_what_it_says_late_is_refused() {
         let these = |what| scene.journal.payloads(1, what).range(first..last).count() as u64;
         until("it has them in hand", 30, async || these(What::Started) == MESSAGES).await;
         frozen.freeze();
-        let other = scene.local(2, MESSAGES as usize, Script::Work(0)).await;
-        scene.until_resolved(30).await;
-        handled_elsewhere += other.stop().await.handled;
-
+        let other = scene.local(2, MESSAGES as usize, Script::Work(3_000)).await;
+        until("another has them in hand", 30, async || {
+            scene.journal.payloads(2, What::Started).range(first..last).count() as u64 == MESSAGES
+        })
+        .await;
         frozen.thaw();
         until("it is cancelled", 30, async || these(What::Cancelled) == MESSAGES).await;
-        // Its next words would come with the next messages at the latest.
-        tokio::time::sleep(LEASE / 3).await;
+        scene.until_resolved(30).await;
+        handled_elsewhere += other.stop().await.handled;
         let rows = "SELECT count(*) FROM sqlstreams.exception_queue_1";
         assert_eq!(count(&scene.db, rows).await, 0, "round {round}: a late failure was recorded");
         assert_eq!(scene.pending().await, 0, "round {round}");

@@ -79,20 +79,29 @@ async fn tb_036_a_handler_whose_connections_hang_is_cancelled_before_another_may
     is_cancelled_in_time("everything", Script::HangFrom(0), |_| true).await;
 }
 
-/// A restart frees the locks that show consumers alive. Nobody takes that for their death, and what runs goes on.
+/// A restart frees the locks that show consumers alive, and one of them takes some time to come back. Nobody takes that for
+/// its death, and what runs goes on.
 #[tokio::test(flavor = "multi_thread")]
 async fn tb_040_a_restart_under_running_handlers_repeats_nothing() {
     let cluster = cluster().await;
     let scene = Scene::at(cluster.url("postgres"), "restart", 40, Duration::from_secs(60)).await;
-    let mut consumers = Vec::new();
-    for number in 1..=3 {
+    let proxy = Proxy::start(&scene.place.url).await;
+    let client = Client::connect(&proxy.url).await.unwrap();
+    let mut consumers = vec![scene.local_through(client, 1, 8, Script::Work(8_000)).await];
+    for number in 2..=3 {
         consumers.push(scene.local(number, 8, Script::Work(8_000)).await);
     }
     let started = || scene.journal.of(What::Started).len();
     until("all of them work", 30, async || started() == 24).await;
     // Until each may judge others.
     tokio::time::sleep(Duration::from_millis(5500)).await;
+    let slow = ["become_owner", "extend"];
+    proxy.set(move |statement| {
+        slow.iter().any(|word| has_word(statement, word)).then_some(Cut::Close(Place::Before))
+    });
     restart(&cluster, false).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    proxy.set(|_| None);
     let db = crate::support::connect(&cluster.url("postgres")).await;
     let scene = Scene { db, ..scene };
     scene.until_resolved(90).await;
