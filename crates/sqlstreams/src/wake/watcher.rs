@@ -435,11 +435,10 @@ impl<'a> Looking<'a> {
     async fn connect(&mut self) -> Result<()> {
         let listen = self.watcher.listen.load(Ordering::Relaxed);
         match &*self.watcher.session.lock().await {
-            Some(session) if !session.is_broken() && !(listen && session.is_unsure()) => {
-                return Ok(());
-            }
             // What broke it has probably broken others, which nobody is to wait for.
-            Some(_) => self.client.forget_idle_connections(),
+            Some(session) if session.is_broken() => self.client.forget_idle_connections(),
+            Some(session) if listen && session.is_unsure() => {}
+            Some(_) => return Ok(()),
             None => {}
         }
         // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
