@@ -313,3 +313,59 @@ async fn a_producer_that_vanishes_holds_others_up_for_seconds() {
     assert_eq!(consumer.stop().await.handled, 1);
     sending.abort();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_no_connection_is_left_to_listen_on_the_pool_looks_for_messages() {
+    const POOL: usize = 3;
+    let url = database().await;
+    let db = connect(&url).await;
+    let role = format!("limited_{}", fastrand::u64(..));
+    db.batch_execute(&format!(
+        "CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT {POOL};
+         GRANT CREATE ON DATABASE {} TO {role}",
+        url.rsplit('/').next().unwrap()
+    ))
+    .await
+    .unwrap();
+    let proxy = Proxy::start(&url).await;
+    let address = proxy.url.rsplit('@').next().unwrap();
+    let limited = format!("postgres://{role}:secret@{address}");
+    let client = Client::builder(&limited).pool_size(POOL).connect().await.unwrap();
+    let stream = client.stream::<u64>("orders").create().await.unwrap();
+    let mut groups = Vec::new();
+    for n in 0..10 {
+        groups.push(stream.group(format!("g{n}")).create().await.unwrap());
+    }
+    // The pool uses up what there is.
+    let mut all = 0;
+    while all < POOL {
+        futures_util::future::join_all((0..20).map(|_| groups[0].status())).await;
+        let sql = format!("SELECT count(*) FROM pg_stat_activity WHERE usename = '{role}'");
+        all = crate::support::count(&db, &sql).await as usize;
+    }
+    let mut consumers: Vec<_> = groups.iter().map(Running::start).collect();
+    for n in 0..2 {
+        sends(&stream, n).await;
+        for consumer in &mut consumers {
+            consumer.handles(n, SECONDS).await;
+            assert!(!consumer.health.snapshot().listening);
+        }
+    }
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    let sent = proxy.count();
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    let sent = sent.load(std::sync::atomic::Ordering::SeqCst);
+    println!("{sent} statements in 4 s");
+    assert!((1..=20).contains(&sent), "{sent} statements in 4 s");
+
+    // As soon as one may be opened it is.
+    db.batch_execute(&format!("ALTER ROLE {role} CONNECTION LIMIT {}", POOL + 1)).await.unwrap();
+    for consumer in &consumers {
+        well(&consumer.health).await;
+    }
+    for consumer in consumers {
+        consumer.stop().await;
+    }
+    drop((groups, stream, client, proxy));
+    db.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.unwrap();
+}
