@@ -9,6 +9,7 @@ use deadpool_postgres::{
 };
 use futures_util::future::join3;
 use tokio::sync::Semaphore;
+use tokio::time::timeout;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
@@ -152,6 +153,21 @@ impl Client {
         self.keep(connection, answer.map_err(|e| Error::from_driver(e, doing)))
     }
 
+    /// One statement by itself, small enough to be answered soon: that is not waited for much longer.
+    pub(crate) async fn ask(
+        &self,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+        doing: &str,
+    ) -> Result<Vec<Row>> {
+        let connection = self.connection(doing).await?;
+        let answer = match timeout(SOON, run(&connection, query, params)).await {
+            Ok(answer) => answer.map_err(|e| Error::from_driver(e, doing)),
+            Err(_) => Err(Error::no_answer(doing, SOON)),
+        };
+        self.keep(connection, answer)
+    }
+
     /// A statement that returns exactly one row.
     pub(crate) async fn query_one(
         &self,
@@ -170,6 +186,8 @@ impl Client {
     }
 }
 
+/// How long the server may take for an answer to something small.
+pub(crate) const SOON: Duration = Duration::from_secs(5);
 pub(crate) const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 /// For what a crash of the server may take back: it commits without waiting for the disk.
 pub(crate) const BOOKKEEPING: &str =

@@ -6,16 +6,13 @@ use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::time::timeout;
 use tokio_postgres::types::ToSql;
 
-use crate::client::{Client, run};
-use crate::error::{Error, Result};
+use crate::client::Client;
+use crate::error::Result;
 
 /// From the beginning of a ring to that of the next at least: who rings meanwhile is part of that.
 const APART: Duration = Duration::from_millis(1);
-/// Who hears nothing from the server for so long rings on another connection, when there is more to ring for.
-const ANSWER: Duration = Duration::from_secs(5);
 /// One that took so long says that the database is busy: there is none for as long again.
 const SLOW: Duration = Duration::from_millis(5);
 
@@ -94,12 +91,6 @@ async fn ring_all(ringing: Ringing) {
 
 async fn ring(client: &Client, streams: &[i64]) -> Result<()> {
     let doing = "wake consumers";
-    let connection = client.connection(doing).await?;
     let params: [&(dyn ToSql + Sync); 1] = [&streams];
-    let answer = match timeout(ANSWER, run(&connection, &client.inner.queries.ring, &params)).await
-    {
-        Ok(answer) => answer.map_err(|e| Error::from_driver(e, doing)),
-        Err(_) => Err(Error::no_answer(doing, ANSWER)),
-    };
-    client.keep(connection, answer).map(drop)
+    client.ask(&client.inner.queries.ring, &params, doing).await.map(drop)
 }

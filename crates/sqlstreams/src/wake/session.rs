@@ -14,13 +14,11 @@ use tokio_postgres::AsyncMessage;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client as PgClient, Row};
 
-use crate::client::{Client, run, transact};
+use crate::client::{Client, SOON, run, transact};
 use crate::connect::Driver;
 use crate::error::{Error, ErrorKind, Result};
 use crate::queries::Query;
 
-/// How long the server may take for an answer on this connection, on which only small things are asked.
-const ANSWER: Duration = Duration::from_secs(5);
 /// How long the look at the own lock may take.
 const PROOF: Duration = Duration::from_secs(2);
 /// So many looks prove that it lasts. Traffic of others may make one of them come out well behind a pooler.
@@ -138,7 +136,7 @@ impl Session {
             let undo = format!(
                 "UNLISTEN *; SELECT pg_advisory_unlock_all() WHERE pg_backend_pid() = {backend}"
             );
-            let _ = timeout(ANSWER, self.connection.batch_execute(&undo)).await;
+            let _ = timeout(SOON, self.connection.batch_execute(&undo)).await;
             return Ok(None);
         }
         for setting in SETTINGS {
@@ -215,10 +213,10 @@ impl Session {
         call: impl Future<Output = Result<T, tokio_postgres::Error>>,
         doing: &str,
     ) -> Result<T> {
-        let error = match timeout(ANSWER, call).await {
+        let error = match timeout(SOON, call).await {
             Ok(Ok(answer)) => return Ok(answer),
             Ok(Err(error)) => Error::from_driver(error, doing),
-            Err(_) => Error::no_answer(doing, ANSWER),
+            Err(_) => Error::no_answer(doing, SOON),
         };
         if error.is_of_connection() {
             self.broken.store(true, Ordering::Release);

@@ -15,7 +15,7 @@ use tokio_postgres::types::ToSql;
 
 use super::session::{Life, Rung, Session};
 use crate::client::{BOOKKEEPING, Client};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// The pause between two looks at an idle group, growing from the first to the second.
 const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
@@ -410,9 +410,10 @@ impl<'a> Looking<'a> {
                         "could not look for messages; trying again in {:?}",
                         self.trouble
                     );
-                    // Nobody knows what there is: consumers are to see for themselves.
-                    for group in self.watcher.watched() {
-                        group.tell(Seen::ANYTHING);
+                    let watched = self.watcher.watched();
+                    if self.look(&watched, Instant::now()).await.is_err() {
+                        // Nobody knows what there is: consumers are to see for themselves.
+                        watched.iter().for_each(|group| group.tell(Seen::ANYTHING));
                     }
                     tokio::time::sleep(jittered(self.trouble)).await;
                     self.trouble = (self.trouble * 2).min(TROUBLE.1);
@@ -450,11 +451,8 @@ impl<'a> Looking<'a> {
     async fn connect(&mut self) -> Result<()> {
         let listen = self.watcher.listen.load(Ordering::Relaxed);
         match &*self.watcher.session.lock().await {
-            Some(session) if !(session.is_broken() || listen && session.is_unsure()) => {
-                return Ok(());
-            }
-            // What broke it has probably broken others, which nobody is to wait for.
-            Some(_) => self.client.forget_idle_connections(),
+            Some(session) if session.is_broken() || listen && session.is_unsure() => {}
+            Some(_) => return Ok(()),
             None => {}
         }
         // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
@@ -576,18 +574,24 @@ impl<'a> Looking<'a> {
 
     async fn ask(&self, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Look>> {
         let doing = "look for messages";
+        let query = &self.client.inner.queries.watch;
         let session = self.watcher.session.lock().await;
-        let Some(session) = session.as_ref() else {
-            return Err(Error::new(
-                ErrorKind::Connection,
-                "there is no connection to look for messages",
-            ));
+        let rows = match session.as_ref().filter(|session| !session.is_broken()) {
+            Some(session) => {
+                let rows = session.read(query, params, doing).await;
+                if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {
+                    self.watcher.is_pooled();
+                    session.give_up();
+                }
+                if rows.as_ref().is_err_and(Error::is_of_connection) {
+                    // What broke it has probably broken others, which nobody is to wait for.
+                    self.client.forget_idle_connections();
+                }
+                rows
+            }
+            // There may be a limit that allows none beside the pool.
+            None => self.client.ask(query, params, doing).await,
         };
-        let rows = session.read(&self.client.inner.queries.watch, params, doing).await;
-        if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {
-            self.watcher.is_pooled();
-            session.give_up();
-        }
         let rows = rows?;
         Ok(rows
             .iter()

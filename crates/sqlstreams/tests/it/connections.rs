@@ -69,14 +69,12 @@ async fn tb_063_a_server_that_is_down_for_long_is_asked_now_and_then() {
     stop(&cluster).await;
     let trouble = trouble(&consumer.health).await;
     assert!(trouble.contains("connect"), "{trouble}");
-    let (tried, spent) = (proxy.connections(), processor_time());
-    tokio::time::sleep(Duration::from_secs(10)).await;
-    let (tried, spent) = (proxy.connections() - tried, processor_time() - spent);
-    println!("in 10 s without a server: {tried} tries");
-    assert!(tried <= 60, "{tried} tries in 10 s");
+    let tried = proxy.connections();
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let tried = proxy.connections() - tried;
+    println!("in 6 s without a server: {tried} tries");
+    assert!(tried <= 40, "{tried} tries in 6 s");
     assert!(tried > 0, "it has given up");
-    // Of the whole test run, so that this says something only where this test runs alone.
-    println!("and {spent:?} of the processor's time");
     assert!(consumer.health.snapshot().trouble.is_some());
 
     start_again(&cluster).await;
@@ -84,17 +82,6 @@ async fn tb_063_a_server_that_is_down_for_long_is_asked_now_and_then() {
     consumer.handles(2, SECONDS).await;
     well(&consumer.health).await;
     consumer.stop().await;
-}
-
-/// What this process has used so far.
-fn processor_time() -> Duration {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    let ticks = |at: usize| {
-        let fields = stat.rsplit(')').next().unwrap_or_default().split_whitespace();
-        fields.skip(at).next().and_then(|field| field.parse::<u64>().ok()).unwrap_or_default()
-    };
-    // User and system, in hundredths of a second.
-    Duration::from_millis((ticks(11) + ticks(12)) * 10)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -146,7 +133,7 @@ async fn a_server_that_takes_no_writes_for_a_while_is_waited_out() {
     let (stream, group) = stream_and_group(&proxy.url).await;
     let mut consumer = Running::start(&group);
     let db = connect(&url).await;
-    for n in 0..3 {
+    for n in 0..2 {
         sends(&stream, n).await;
         consumer.handles(n, SECONDS).await;
         read_only(&db, true).await;
@@ -241,33 +228,25 @@ async fn frozen_connections_are_given_up() {
     let elsewhere = Client::connect(&url).await.unwrap();
     let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
     let mut consumer = Running::start(&group);
-    for busy in [false, true] {
-        // Several connections lie in the pool.
-        futures_util::future::join_all((0..20).map(|_| group.status())).await;
-        sends(&stream, 1).await;
-        consumer.handles(1, SECONDS).await;
-        well(&consumer.health).await;
+    // Several connections lie in the pool.
+    futures_util::future::join_all((0..20).map(|_| group.status())).await;
+    sends(&stream, 1).await;
+    consumer.handles(1, SECONDS).await;
+    well(&consumer.health).await;
 
-        proxy.set(|_| Some(Cut::Freeze(Place::Before)));
-        if busy {
-            sends(&elsewhere, 2).await;
-        }
-        let trouble = trouble(&consumer.health).await;
-        assert!(trouble.contains("answer"), "{trouble}");
-        if !busy {
-            sends(&elsewhere, 2).await;
-        }
-        // From now on new connections work. The old ones never will.
-        proxy.set(|_| None);
-        let thawed = Instant::now();
-        consumer.handles(2, SECONDS).await;
-        well(&consumer.health).await;
-        println!("handled {:?} after the network was back", thawed.elapsed());
-        // Our own producer rings again, too.
-        tokio::time::sleep(Duration::from_secs(1)).await;
-        sends(&stream, 3).await;
-        consumer.handles(3, SECONDS).await;
-    }
+    proxy.set(|_| Some(Cut::Freeze(Place::Before)));
+    let trouble = trouble(&consumer.health).await;
+    assert!(trouble.contains("answer"), "{trouble}");
+    sends(&elsewhere, 2).await;
+    // From now on new connections work. The old ones never will.
+    proxy.set(|_| None);
+    let thawed = Instant::now();
+    consumer.handles(2, SECONDS).await;
+    well(&consumer.health).await;
+    println!("handled {:?} after the network was back", thawed.elapsed());
+    // Our own producer rings again, too.
+    sends(&stream, 3).await;
+    consumer.handles(3, SECONDS).await;
     consumer.stop().await;
 }
 
@@ -302,4 +281,91 @@ async fn a_pool_of_frozen_connections_is_given_up_at_once() {
     println!("well after {:?}", started.elapsed());
     assert!(started.elapsed() < Duration::from_secs(25));
     consumer.stop().await;
+}
+
+/// Frozen, or behind a dead network, in the midst of a transaction that holds up all messages which come later.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_producer_that_vanishes_holds_others_up_for_seconds() {
+    let url = database().await;
+    let proxy = Proxy::start(&url).await;
+    let (stream, _) = stream_and_group(&proxy.url).await;
+    let elsewhere = Client::connect(&url).await.unwrap();
+    let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
+    let mut consumer = Running::start(&elsewhere.group("g").open().await.unwrap());
+    let mut writer = None;
+    proxy.set(move |statement| {
+        if statement.sql.contains("INSERT INTO") {
+            writer = Some(statement.pid);
+        }
+        (statement.sql == "COMMIT" && writer == Some(statement.pid))
+            .then_some(Cut::Freeze(Place::Before))
+    });
+    let producer = stream.producer();
+    let sending = tokio::spawn(async move { producer.send(&1).await });
+    until("it is about to commit", SECONDS, async || proxy.cuts() == 1).await;
+    // Nor can it have its transaction ended by way of another connection.
+    proxy.set(|_| Some(Cut::Freeze(Place::Before)));
+
+    let started = Instant::now();
+    sends(&elsewhere, 2).await;
+    consumer.handles(2, SECONDS).await;
+    println!("held up for {:?}", started.elapsed());
+    assert_eq!(consumer.stop().await.handled, 1);
+    sending.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn where_no_connection_is_left_to_listen_on_the_pool_looks_for_messages() {
+    const POOL: usize = 3;
+    let url = database().await;
+    let db = connect(&url).await;
+    let role = format!("limited_{}", fastrand::u64(..));
+    db.batch_execute(&format!(
+        "CREATE ROLE {role} LOGIN PASSWORD 'secret' CONNECTION LIMIT {POOL};
+         GRANT CREATE ON DATABASE {} TO {role}",
+        url.rsplit('/').next().unwrap()
+    ))
+    .await
+    .unwrap();
+    let proxy = Proxy::start(&url).await;
+    let address = proxy.url.rsplit('@').next().unwrap();
+    let limited = format!("postgres://{role}:secret@{address}");
+    let client = Client::builder(&limited).pool_size(POOL).connect().await.unwrap();
+    let stream = client.stream::<u64>("orders").create().await.unwrap();
+    let mut groups = Vec::new();
+    for n in 0..10 {
+        groups.push(stream.group(format!("g{n}")).create().await.unwrap());
+    }
+    // The pool uses up what there is.
+    let mut all = 0;
+    while all < POOL {
+        futures_util::future::join_all((0..20).map(|_| groups[0].status())).await;
+        let sql = format!("SELECT count(*) FROM pg_stat_activity WHERE usename = '{role}'");
+        all = crate::support::count(&db, &sql).await as usize;
+    }
+    let mut consumers: Vec<_> = groups.iter().map(Running::start).collect();
+    for n in 0..2 {
+        sends(&stream, n).await;
+        for consumer in &mut consumers {
+            consumer.handles(n, SECONDS).await;
+            assert!(!consumer.health.snapshot().listening);
+        }
+    }
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    let sent = proxy.count();
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    let sent = sent.load(std::sync::atomic::Ordering::SeqCst);
+    println!("{sent} statements in 4 s");
+    assert!((1..=20).contains(&sent), "{sent} statements in 4 s");
+
+    // As soon as one may be opened it is.
+    db.batch_execute(&format!("ALTER ROLE {role} CONNECTION LIMIT {}", POOL + 1)).await.unwrap();
+    for consumer in &consumers {
+        well(&consumer.health).await;
+    }
+    for consumer in consumers {
+        consumer.stop().await;
+    }
+    drop((groups, stream, client, proxy));
+    db.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.unwrap();
 }

@@ -56,7 +56,7 @@ impl Running {
         let producer = from.producer();
         let mut latencies = Vec::new();
         for _ in 0..count {
-            tokio::time::sleep(Duration::from_millis(2500)).await;
+            tokio::time::sleep(Duration::from_secs(2)).await;
             let payload = fastrand::u64(1 << 32..1 << 52);
             let sent = Instant::now();
             producer.send(&payload).await.unwrap();

@@ -59,7 +59,7 @@ async fn tb_061_a_listener_that_was_killed_listens_again() {
     let (stream, elsewhere) = two_clients(&url).await;
     let mut consumer = Running::start(&stream.group("g").create().await.unwrap());
     listening(&consumer).await;
-    assert_at_once(&consumer.latencies(&elsewhere, 5).await);
+    assert_at_once(&consumer.latencies(&elsewhere, 3).await);
 
     let db = connect(&url).await;
     for _ in 0..2 {
@@ -73,7 +73,7 @@ async fn tb_061_a_listener_that_was_killed_listens_again() {
         .await;
     }
     listening(&consumer).await;
-    assert_at_once(&consumer.latencies(&elsewhere, 7).await);
+    assert_at_once(&consumer.latencies(&elsewhere, 5).await);
     consumer.stop().await;
 }
 
@@ -119,8 +119,8 @@ async fn plain_inserts_ring_where_the_stream_says_so() {
     // Once per transaction.
     stream.set_notify(true).await.unwrap();
     let mut latencies = Vec::new();
-    for n in 10..17 {
-        tokio::time::sleep(Duration::from_millis(2500)).await;
+    for n in 10..15 {
+        tokio::time::sleep(Duration::from_secs(2)).await;
         let started = Instant::now();
         insert(n..n + 1).await;
         consumer.handles(n, Duration::from_secs(20)).await;
@@ -129,7 +129,7 @@ async fn plain_inserts_ring_where_the_stream_says_so() {
     latencies.sort();
     assert_at_once(&latencies);
     until("the rings are heard", Duration::from_secs(20), async || {
-        rings.load(Ordering::SeqCst) == 7
+        rings.load(Ordering::SeqCst) == 5
     })
     .await;
 
@@ -142,7 +142,7 @@ async fn plain_inserts_ring_where_the_stream_says_so() {
     stream.set_notify(false).await.unwrap();
     insert(20..21).await;
     consumer.handles(20, Duration::from_secs(20)).await;
-    assert_eq!(rings.load(Ordering::SeqCst), 7);
+    assert_eq!(rings.load(Ordering::SeqCst), 5);
     consumer.stop().await;
 }
 
@@ -249,7 +249,7 @@ async fn tb_065_the_longest_names_ring_too() {
     let elsewhere = client().await.stream::<u64>(&name).open().await.unwrap();
     let mut consumer = Running::start(&stream.group(&name).create().await.unwrap());
     listening(&consumer).await;
-    assert_at_once(&consumer.latencies(&elsewhere, 5).await);
+    assert_at_once(&consumer.latencies(&elsewhere, 3).await);
     consumer.stop().await;
     // What is too long is refused by name, not when it is to be rung for.
     let long = "漢".repeat(1_366);
