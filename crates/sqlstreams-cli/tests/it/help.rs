@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 28] = [
+const COMMANDS: [&[&str]; 29] = [
     &[],
     &["demo"],
     &["up"],
@@ -30,6 +30,7 @@ const COMMANDS: [&[&str]; 28] = [
     &["dead", "discard"],
     &["bench"],
     &["bench", "latency"],
+    &["bench", "transactional"],
     &["bench", "chaos"],
 ];
 
