@@ -79,20 +79,20 @@ pub(crate) enum Command {
     Down(down::DownArgs),
     /// Install the schema, or bring it up to date
     Migrate(migrate::MigrateArgs),
-    /// Create, list, show and drop streams
+    /// Create, list, show, alter and drop streams
     #[command(subcommand)]
     Stream(stream::StreamCommand),
     /// Send lines of a file or of stdin as messages
     Produce(produce::ProduceArgs),
     /// Print the messages of a stream, or hand each to a command
     Consume(consume::ConsumeArgs),
-    /// List, show and drop consumer groups
+    /// List, show, create, alter, pause and drop consumer groups
     #[command(subcommand)]
     Group(group::GroupCommand),
     /// List, show, redrive and discard dead letters
     #[command(subcommand)]
     Dead(dead::DeadCommand),
-    /// Measure latency; kill and freeze consumers and count what got lost
+    /// Measure latency and transactional handlers; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
 }

@@ -79,6 +79,11 @@ pub(crate) fn printable(text: &str, most: usize) -> String {
     line
 }
 
+/// A switch, as it is written in options.
+pub(crate) fn on_or_off(switch: bool) -> String {
+    if switch { "on" } else { "off" }.to_owned()
+}
+
 /// A point in time as people and programs read it.
 pub(crate) fn time(at: SystemTime) -> String {
     match Timestamp::try_from(at) {

@@ -9,14 +9,28 @@ use sqlstreams::{PayloadType, Start};
 
 /// `15s`, `1m 30s`, `500ms`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+    match duration_or_none(text)? {
+        Duration::ZERO => Err("it has to be longer than nothing".to_owned()),
+        duration => Ok(duration),
+    }
+}
+
+/// The same, or `0s`.
+pub(crate) fn duration_or_none(text: &str) -> Result<Duration, String> {
     if text.trim().parse::<f64>().is_ok() {
         return Err(format!("it lacks a unit: write {}s for seconds", text.trim()));
     }
     let parsed: SignedDuration =
         text.parse().map_err(|_| "write it as 500ms, 15s, 5m or 1h 30m".to_owned())?;
-    match Duration::try_from(parsed) {
-        Ok(duration) if !duration.is_zero() => Ok(duration),
-        _ => Err("it has to be longer than nothing".to_owned()),
+    Duration::try_from(parsed).map_err(|_| "it has to be longer than nothing".to_owned())
+}
+
+/// `on` or `off`.
+pub(crate) fn on_or_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("write on or off".to_owned()),
     }
 }
 
@@ -81,6 +95,8 @@ mod tests {
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
         assert!(duration("15").unwrap_err().contains("15s"));
         assert!(duration("0s").is_err() && duration("-1s").is_err() && duration("soon").is_err());
+        assert_eq!(duration_or_none("0s"), Ok(Duration::ZERO));
+        assert!(duration_or_none("-1s").is_err() && duration_or_none("0").is_err());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
+use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use crate::client::Client;
@@ -118,8 +119,8 @@ impl<T, C> Clone for GroupBuilder<T, C> {
     }
 }
 
-/// Where a group stands.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// Where a group stands, and how it is set.
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct GroupStatus {
     /// The stream's name.
@@ -142,6 +143,16 @@ pub struct GroupStatus {
     pub inflight: i64,
     /// Dead letters.
     pub dead: i64,
+    /// Nothing is handed out: see [`Group::pause`].
+    pub paused: bool,
+    /// See [`GroupBuilder::max_in_flight`]; `None`: no limit.
+    pub max_in_flight: Option<u32>,
+    /// See [`GroupBuilder::rate_limit`]; `None`: no limit.
+    pub rate_limit: Option<f64>,
+    /// How long a lease lasts without a heartbeat.
+    pub lease: Duration,
+    /// How failures are tried again.
+    pub retry: RetryPolicy,
 }
 
 impl<T, C> GroupBuilder<T, C> {
@@ -493,20 +504,35 @@ impl<T, C> Stream<T, C> {
                 "look at the groups",
             )
             .await?;
-        Ok(rows
-            .iter()
-            .map(|row| GroupStatus {
-                stream: row.get(0),
-                group: row.get(1),
-                claimed: row.get(2),
-                resolved: row.get(3),
-                head: row.get(4),
-                lag: row.get(5),
-                open_leases: row.get(6),
-                ready: row.get(7),
-                inflight: row.get(8),
-                dead: row.get(9),
-            })
-            .collect())
+        Ok(rows.iter().map(GroupStatus::from_row).collect())
+    }
+}
+
+impl GroupStatus {
+    fn from_row(row: &Row) -> Self {
+        let seconds = |column: usize| Duration::from_secs_f64(row.get::<_, f64>(column).max(0.0));
+        let number = |n: i32| u32::try_from(n).unwrap_or_default();
+        Self {
+            stream: row.get(0),
+            group: row.get(1),
+            claimed: row.get(2),
+            resolved: row.get(3),
+            head: row.get(4),
+            lag: row.get(5),
+            open_leases: row.get(6),
+            ready: row.get(7),
+            inflight: row.get(8),
+            dead: row.get(9),
+            paused: row.get(10),
+            max_in_flight: row.get::<_, Option<i32>>(11).map(number),
+            rate_limit: row.get(12),
+            lease: seconds(13),
+            retry: RetryPolicy {
+                max_attempts: number(row.get(14)),
+                backoff_base: seconds(15),
+                backoff_factor: row.get(16),
+                backoff_cap: seconds(17),
+            },
+        }
     }
 }

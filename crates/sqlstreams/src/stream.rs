@@ -89,6 +89,8 @@ pub struct StreamInfo {
     pub head: i64,
     /// How many consumer groups it has.
     pub groups: i64,
+    /// Whether every insert wakes the consumers from inside its transaction; see [`StreamBuilder::notify`].
+    pub notify: bool,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -371,6 +373,7 @@ impl StreamInfo {
             created_at: row.get(4),
             head: row.get(5),
             groups: row.get(6),
+            notify: row.get(7),
         })
     }
 }

@@ -7,6 +7,7 @@ mod chaos;
 mod latency;
 mod place;
 mod server;
+mod transactional;
 
 use std::process::ExitCode;
 
@@ -18,6 +19,8 @@ use crate::context::Context;
 pub(crate) enum BenchCommand {
     /// How long a message takes from its producer to a handler
     Latency(latency::LatencyArgs),
+    /// What it costs to settle in the handlers' transactions
+    Transactional(transactional::TransactionalArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -28,6 +31,7 @@ pub(crate) enum BenchCommand {
 pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
         BenchCommand::Latency(args) => latency::run(args, context).await,
+        BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

@@ -56,6 +56,18 @@ fn latency_is_told_in_lines_that_fit() {
 }
 
 #[test]
+fn transactional_counts_both_sides() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "transactional", "--for", "1s", "--at-once", "4"]);
+    let rate = |name: &str| facts[name].as_f64().unwrap();
+    let (bare, handlers) = (rate("bare_commits_per_second"), rate("handler_commits_per_second"));
+    assert!(bare > 0.0 && handlers > 0.0, "{facts:#}");
+    assert!((rate("ratio") - handlers / bare).abs() < 1e-9, "{facts:#}");
+    assert_eq!(facts["target_met"], rate("ratio") >= rate("target"));
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn chaos_loses_nothing_and_leaves_nothing() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "chaos", "--for", "2s", "--rate", "100", "--seed", "7"]);

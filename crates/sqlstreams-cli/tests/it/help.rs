@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 23] = [
+const COMMANDS: [&[&str]; 29] = [
     &[],
     &["demo"],
     &["up"],
@@ -12,12 +12,17 @@ const COMMANDS: [&[&str]; 23] = [
     &["stream", "create"],
     &["stream", "list"],
     &["stream", "show"],
+    &["stream", "alter"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
     &["group"],
     &["group", "list"],
     &["group", "show"],
+    &["group", "create"],
+    &["group", "alter"],
+    &["group", "pause"],
+    &["group", "resume"],
     &["group", "drop"],
     &["dead", "list"],
     &["dead", "show"],
@@ -25,6 +30,7 @@ const COMMANDS: [&[&str]; 23] = [
     &["dead", "discard"],
     &["bench"],
     &["bench", "latency"],
+    &["bench", "transactional"],
     &["bench", "chaos"],
 ];
 

@@ -12,6 +12,7 @@ mod help;
 mod kept;
 mod names;
 mod produce;
+mod settings;
 mod signals;
 mod streams;
 mod support;

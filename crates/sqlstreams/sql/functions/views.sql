@@ -7,7 +7,7 @@
 
 CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
-               open_leases bigint, ready bigint, inflight bigint, dead bigint)
+               open_leases bigint, ready bigint, inflight bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -17,7 +17,7 @@ BEGIN
         -- Per group and newest generation first: anything that looked at the tables as a whole would walk dead rows.
         RETURN QUERY EXECUTE format(
             'SELECT $1, g.name, $2, g.id, c.claimed, coalesce(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
-                    l.open, e.ready, e.inflight, e.dead
+                    l.open, e.ready, e.inflight, e.dead, g.paused, g.max_in_flight, g.rate_limit
              FROM consumer_group AS g
              CROSS JOIN (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS head FROM %4$I) AS h
              CROSS JOIN LATERAL (SELECT claimed, first_open FROM %1$I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
@@ -32,7 +32,7 @@ END $$;
 CREATE OR REPLACE VIEW consumer_group_cursor AS SELECT * FROM list_cursors();
 
 CREATE OR REPLACE FUNCTION list_leases(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
-RETURNS TABLE (stream text, consumer_group text, seq bigint, token uuid, pending int8multirange, expires_at timestamptz, reclaims int)
+RETURNS TABLE (stream text, consumer_group text, seq bigint, token uuid, pending int8multirange, expires_at timestamptz, reclaims int, owner bigint)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -40,7 +40,7 @@ DECLARE
 BEGIN
     FOR s IN SELECT * FROM stream WHERE name = p_stream OR p_stream IS NULL ORDER BY name LOOP
         RETURN QUERY EXECUTE format(
-            'SELECT $1, g.name, l.seq, l.token, l.pending, l.expires_at, l.reclaims
+            'SELECT $1, g.name, l.seq, l.token, l.pending, l.expires_at, l.reclaims, l.owner
              FROM consumer_group AS g
              CROSS JOIN LATERAL (SELECT first_open FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
              CROSS JOIN LATERAL (SELECT * FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l

@@ -194,8 +194,10 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
     /// the message commit together, so these effects happen exactly once, whatever crashes. An error rolls it back and is
     /// recorded as a failure, and so is a commit that the server refuses. A message whose lease was lost is rolled back.
     ///
-    /// The handler must drop the transaction before it returns. Each running handler holds a connection of the client's pool,
-    /// and one connection is always left for the rest: at most `pool_size` − 1 handlers run at once.
+    /// The handler must drop the transaction before it returns, and leave COMMIT and ROLLBACK to the consumer: one that keeps
+    /// it or ends it has failed. Its [`timeout`](Self::timeout) counts from when it has the transaction. Each running handler
+    /// holds a connection of the client's pool, and one connection is always left for the rest: at most `pool_size` − 1
+    /// handlers run at once.
     ///
     /// ```no_run
     /// # #[derive(serde::Serialize, serde::Deserialize)] struct Payment { account: i64, amount: i64 }

@@ -32,7 +32,9 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_s
 ///
 /// It can be used as a [`tokio_postgres::Client`], and messages can be sent in it ([`Stream::send_in`](crate::Stream::send_in)).
 /// It commits by itself after the handler has returned `Ok`, together with the settling of the message, and rolls back
-/// otherwise. It is READ COMMITTED. Do not commit or roll back yourself; savepoints are fine.
+/// otherwise. It is READ COMMITTED: settling refuses anything else, and what was refused is rolled back and tried again. Do not
+/// commit or roll back yourself; savepoints are fine. What still uses it when the handler has returned, or was dropped, finds
+/// the connection closed.
 #[derive(Debug)]
 pub struct Transaction {
     lent: Arc<Lent>,

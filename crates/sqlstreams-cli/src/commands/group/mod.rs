@@ -1,7 +1,11 @@
 //! `sqlstreams group …`.
 
+mod alter;
+mod create;
 mod drop;
 mod list;
+mod pause;
+mod settings;
 mod show;
 
 use clap::Subcommand;
@@ -18,7 +22,8 @@ macro_rules! columns {
         "\
 Columns: ids up to CLAIMED were handed out, up to RESOLVED are done or have become exceptions;
 LAG is how many ids there are beyond CLAIMED, an upper bound of the messages that wait; READY
-failed and wait for their next attempt, INFLIGHT are being tried again, DEAD are dead letters.
+failed and wait for their next attempt, INFLIGHT are being tried again, DEAD are dead letters;
+LIMITS are a pause and the settings max_in_flight and rate_limit.
 "
     };
 }
@@ -30,6 +35,14 @@ pub(crate) enum GroupCommand {
     List(list::ListArgs),
     /// Show where a group stands
     Show(show::ShowArgs),
+    /// Create a group before anybody consumes it
+    Create(create::CreateArgs),
+    /// Change settings of a group
+    Alter(alter::AlterArgs),
+    /// Stop handing out messages to the group's consumers
+    Pause(pause::PauseArgs),
+    /// Hand out messages again
+    Resume(pause::PauseArgs),
     /// Drop a group with its position and its dead letters
     Drop(drop::DropArgs),
 }
@@ -38,6 +51,10 @@ pub(crate) async fn run(command: GroupCommand, context: &Context) -> anyhow::Res
     match command {
         GroupCommand::List(args) => list::run(args, context).await,
         GroupCommand::Show(args) => show::run(args, context).await,
+        GroupCommand::Create(args) => create::run(args, context).await,
+        GroupCommand::Alter(args) => alter::run(args, context).await,
+        GroupCommand::Pause(args) => pause::pause(args, context).await,
+        GroupCommand::Resume(args) => pause::resume(args, context).await,
         GroupCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -54,7 +71,23 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "ready": group.ready,
         "inflight": group.inflight,
         "dead": group.dead,
+        "paused": group.paused,
+        "max_in_flight": group.max_in_flight,
+        "rate_limit": group.rate_limit,
+        "lease_seconds": group.lease.as_secs_f64(),
+        "max_attempts": group.retry.max_attempts,
+        "backoff_base_seconds": group.retry.backoff_base.as_secs_f64(),
+        "backoff_factor": group.retry.backoff_factor,
+        "backoff_cap_seconds": group.retry.backoff_cap.as_secs_f64(),
     })
+}
+
+/// What holds the group back, in a few words.
+fn limits(group: &GroupStatus) -> String {
+    let paused = group.paused.then(|| "paused".to_owned());
+    let in_flight = group.max_in_flight.map(|most| format!("{} in flight", thousands(most)));
+    let rate = group.rate_limit.map(|rate| format!("{rate}/s"));
+    [paused, in_flight, rate].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
@@ -67,6 +100,7 @@ pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
         "#READY",
         "#INFLIGHT",
         "#DEAD",
+        "LIMITS",
     ]);
     for group in groups {
         let numbers = [
@@ -78,7 +112,8 @@ pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
             group.inflight,
             group.dead,
         ];
-        rows.add_row([printable(&group.group, 60)].into_iter().chain(numbers.map(thousands)));
+        let name = [printable(&group.group, 60)].into_iter();
+        rows.add_row(name.chain(numbers.map(thousands)).chain([limits(group)]));
     }
     rows
 }

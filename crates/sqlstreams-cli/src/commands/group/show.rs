@@ -4,7 +4,7 @@ use clap::Args;
 
 use crate::commands::open_group;
 use crate::context::Context;
-use crate::output::{print_json, print_table};
+use crate::output::{print, print_json, print_table};
 
 const AFTER_HELP: &str = concat!(
     super::columns!(),
@@ -28,6 +28,9 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
     let status = group.status().await?;
     match context.json() {
         true => print_json(&super::to_json(&status)),
-        false => print_table(&super::to_table(&[status])),
+        false => {
+            print_table(&super::to_table(std::slice::from_ref(&status)))?;
+            print(format_args!("\n{}", super::settings::lines(&status)))
+        }
     }
 }

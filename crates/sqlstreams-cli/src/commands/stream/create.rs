@@ -16,6 +16,7 @@ Payload types, which a stream keeps for good:
 
 Examples:
   sqlstreams stream create orders
+  sqlstreams stream create audit --notify
   sqlstreams stream create 'web logs' --payload-type text --partition-size 5000000";
 
 #[derive(Debug, Args)]
@@ -29,6 +30,9 @@ pub(crate) struct CreateArgs {
     /// Ids per partition of the log
     #[arg(long, value_name = "IDS", default_value_t = 1_000_000)]
     partition_size: i64,
+    /// Wake consumers from inside every transaction that inserts: see `stream alter --help`
+    #[arg(long)]
+    notify: bool,
 }
 
 pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
@@ -39,6 +43,7 @@ pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<(
         .codec::<Bytes>()
         .payload_type(args.payload_type)
         .partition_size(args.partition_size)
+        .notify(args.notify)
         .create()
         .await?;
     if context.json() {

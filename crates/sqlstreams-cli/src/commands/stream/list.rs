@@ -4,10 +4,13 @@ use clap::Args;
 use serde_json::Value;
 
 use crate::context::Context;
-use crate::output::{print, print_json, print_table, printable, short_time, table, thousands};
+use crate::output::{
+    on_or_off, print, print_json, print_table, printable, short_time, table, thousands,
+};
 
 const AFTER_HELP: &str = "\
-Columns: HEAD is the id of the newest message, an upper bound of how many there were.
+Columns: HEAD is the id of the newest message, an upper bound of how many there were; NOTIFY is on
+where every insert wakes consumers (`stream alter`).
 
 Examples:
   sqlstreams stream list
@@ -25,13 +28,14 @@ pub(crate) async fn run(_args: ListArgs, context: &Context) -> anyhow::Result<()
     if streams.is_empty() {
         return print("no streams yet; create one with `sqlstreams stream create NAME`");
     }
-    let mut rows = table(&["NAME", "PAYLOAD", "#HEAD", "#GROUPS", "CREATED"]);
+    let mut rows = table(&["NAME", "PAYLOAD", "#HEAD", "#GROUPS", "NOTIFY", "CREATED"]);
     for stream in &streams {
         rows.add_row([
             printable(&stream.name, 60),
             stream.payload_type.to_string(),
             thousands(stream.head),
             thousands(stream.groups),
+            on_or_off(stream.notify),
             short_time(stream.created_at),
         ]);
     }

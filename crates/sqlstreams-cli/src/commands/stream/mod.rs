@@ -1,5 +1,6 @@
 //! `sqlstreams stream …`.
 
+mod alter;
 mod create;
 mod drop;
 mod list;
@@ -20,6 +21,8 @@ pub(crate) enum StreamCommand {
     List(list::ListArgs),
     /// Show a stream and its groups
     Show(show::ShowArgs),
+    /// Change settings of a stream
+    Alter(alter::AlterArgs),
     /// Drop a stream with all its messages and groups
     Drop(drop::DropArgs),
 }
@@ -29,6 +32,7 @@ pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Re
         StreamCommand::Create(args) => create::run(args, context).await,
         StreamCommand::List(args) => list::run(args, context).await,
         StreamCommand::Show(args) => show::run(args, context).await,
+        StreamCommand::Alter(args) => alter::run(args, context).await,
         StreamCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -42,5 +46,6 @@ fn to_json(stream: &StreamInfo) -> Value {
         "created_at": time(stream.created_at),
         "head": stream.head,
         "groups": stream.groups,
+        "notify": stream.notify,
     })
 }

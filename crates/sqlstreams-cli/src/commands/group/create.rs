@@ -1,0 +1,48 @@
+//! `sqlstreams group create`.
+
+use clap::Args;
+use sqlstreams::{RetryPolicy, Start};
+
+use super::settings::{Settings, settings};
+use crate::commands::open_stream;
+use crate::context::Context;
+use crate::output::{print, print_json};
+use crate::values;
+
+const AFTER_HELP: &str = concat!(
+    settings!(),
+    "
+`sqlstreams consume` creates a group that is missing, too, with the defaults.
+
+Examples:
+  sqlstreams group create orders receipts
+  sqlstreams group create orders mail --from latest --max-in-flight 8 --rate-limit 50"
+);
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct CreateArgs {
+    /// The stream
+    stream: String,
+    /// The group
+    group: String,
+    /// Where it starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago'
+    #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true,
+          default_value = "beginning")]
+    from: Start,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
+    let stream = open_stream(&context.reader().await?, &args.stream).await?;
+    let group = stream.group(args.group).start(args.from);
+    let group = args.settings.on(group, RetryPolicy::default()).create().await?;
+    let status = group.status().await?;
+    match context.json() {
+        true => print_json(&super::to_json(&status)),
+        false => {
+            print(format_args!("created group {:?} of stream {:?}", status.group, status.stream))
+        }
+    }
+}
