@@ -101,7 +101,7 @@ pub async fn act(
         Script::HangFrom(first) if delivery.payload >= first => {
             delivery.context.cancellation().cancelled().await;
             note(What::Cancelled);
-            return if delivery.payload % 2 == 0 { Ok(()) } else { Err("too late") };
+            return if delivery.payload.is_multiple_of(2) { Ok(()) } else { Err("too late") };
         }
         Script::HangFrom(_) => {}
         Script::Endless => {

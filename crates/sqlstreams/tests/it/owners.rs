@@ -13,7 +13,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// Only a consumer that has listened for five seconds judges others.
 const SETTLED: Duration = Duration::from_millis(5500);
 
-/// TB-047 as well: with 500 in flight, all of it is handled elsewhere long before the lease runs out, and what was settled is
+/// With 500 in flight, all of it is handled elsewhere long before the lease runs out, and what was settled is
 /// not repeated.
 #[tokio::test(flavor = "multi_thread")]
 async fn tb_047_what_a_killed_process_had_in_hand_is_handled_elsewhere_at_once() {

@@ -145,10 +145,9 @@ async fn a_rolling_restart_repeats_nothing_and_delays_nothing() {
     });
     let done = |number| scene.journal.payloads(number, What::Done).len();
     for round in 0..2 {
-        for place in 0..3 {
-            let number = 1 + round * 3 + place as u32;
+        for (number, consumer) in (1 + round * 3..).zip(&mut consumers) {
             until("the next one works", 30, async || done(number) > 50).await;
-            let old = std::mem::replace(&mut consumers[place], start(number + 3));
+            let old = std::mem::replace(consumer, start(number + 3));
             let handled = old.stop().await;
             assert_eq!(handled, done(number) as u64, "it tells of all that it finished");
         }
