@@ -361,8 +361,15 @@ struct Looking<'a> {
     client: &'a Client,
     watcher: &'a Watcher,
     life: Option<Life>,
+<<<<<<< HEAD
     /// Since when owners are missing, by the group in whose full looks they are, and their number.
     missing: HashMap<(i64, i64), Instant>,
+=======
+    /// A session broke, and there is no new one yet.
+    lost: bool,
+    /// Since when owners are missing.
+    missing: HashMap<i64, Instant>,
+>>>>>>> t2
     /// When the next look is allowed.
     rested: Instant,
     trouble: Duration,
@@ -386,6 +393,7 @@ impl<'a> Looking<'a> {
             client,
             watcher: &client.inner.watcher,
             life: None,
+            lost: false,
             missing: HashMap::new(),
             rested: Instant::now(),
             trouble: TROUBLE.0,
@@ -451,7 +459,8 @@ impl<'a> Looking<'a> {
     async fn connect(&mut self) -> Result<()> {
         let listen = self.watcher.listen.load(Ordering::Relaxed);
         match &*self.watcher.session.lock().await {
-            Some(session) if session.is_broken() || listen && session.is_unsure() => {}
+            Some(session) if session.is_broken() => self.lost = true,
+            Some(session) if listen && session.is_unsure() => {}
             Some(_) => return Ok(()),
             None => {}
         }
@@ -466,6 +475,10 @@ impl<'a> Looking<'a> {
         self.watcher.life.send_replace(owner);
         self.watcher.connected.send_replace(true);
         self.missing.clear();
+        if std::mem::take(&mut self.lost) {
+            // Some that were in use when it was lost may still lead to where it led.
+            self.client.forget_idle_connections();
+        }
         // What was rung for meanwhile was not heard.
         for group in self.watcher.watched() {
             group.state().next = Instant::now();

