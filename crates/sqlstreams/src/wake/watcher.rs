@@ -361,15 +361,10 @@ struct Looking<'a> {
     client: &'a Client,
     watcher: &'a Watcher,
     life: Option<Life>,
-<<<<<<< HEAD
-    /// Since when owners are missing, by the group in whose full looks they are, and their number.
-    missing: HashMap<(i64, i64), Instant>,
-=======
     /// A session broke, and there is no new one yet.
     lost: bool,
-    /// Since when owners are missing.
-    missing: HashMap<i64, Instant>,
->>>>>>> t2
+    /// Since when owners are missing, by the group in whose full looks they are, and their number.
+    missing: HashMap<(i64, i64), Instant>,
     /// When the next look is allowed.
     rested: Instant,
     trouble: Duration,
