@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::types::ToSql;
 
-use super::attempt::{DOING, Failure, INSERT_LIMIT, attempt, trouble};
+use super::attempt::{Failure, INSERT_LIMIT, attempt, trouble};
 use super::backoff::Backoff;
 use super::connection::within;
 use crate::error::{Error, ErrorKind, Result};
