@@ -20,7 +20,7 @@ fn at_once(attempts: u32) -> RetryPolicy {
 async fn dead<T, C>(group: &Group<T, C>) -> Vec<(i64, i32, String)> {
     let dead = group.dead_letters(0, 1_000).await.unwrap();
     let row = |d: &sqlstreams::Exception| {
-        (d.message_id, d.attempts as i32, d.last_error.clone().unwrap_or_default())
+        (d.message_id, d.attempts, d.last_error.clone().unwrap_or_default())
     };
     dead.iter().map(row).collect()
 }

@@ -92,12 +92,12 @@ async fn max_in_flight_is_kept_over_all_consumers() {
     let gauge = Arc::new(Gauge::default());
     let (handled, retried) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let stop = CancellationToken::new();
-    let start = async || {
+    let start = async |consumers: &mut Vec<_>| {
         let client = Client::connect(&url).await.unwrap();
         let stream = client.stream::<u64>("s").open().await.unwrap();
         let (gauge, handled, retried) = (gauge.clone(), handled.clone(), retried.clone());
         let consumer = stream.group("g").consumer().concurrency(4).stop_on(stop.clone());
-        tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+        let handler = move |message: Delivery<u64>| {
             let (running, handled) = (gauge.enter(), handled.clone());
             retried.fetch_add(usize::from(message.attempt() > 1), Ordering::SeqCst);
             async move {
@@ -109,11 +109,12 @@ async fn max_in_flight_is_kept_over_all_consumers() {
                     false => Ok(()),
                 }
             }
-        }))
+        };
+        consumers.push(tokio::spawn(consumer.run(handler)));
     };
     let mut consumers = Vec::new();
     for _ in 0..3 {
-        consumers.push(start().await);
+        start(&mut consumers).await;
     }
     let auditor = Auditor::start(&url).await;
     // Two of three would do; each takes what it can run, so all of them have something.
@@ -126,7 +127,7 @@ async fn max_in_flight_is_kept_over_all_consumers() {
         consumer.abort();
     }
     until(async || gauge.most() == 4).await;
-    consumers.push(start().await);
+    start(&mut consumers).await;
     until(async || gauge.most() == 6).await;
     assert_eq!(auditor.most.load(Ordering::SeqCst), 6);
     drop(auditor);
