@@ -126,12 +126,17 @@ impl<T: Send + 'static> Run<T> {
         let mut running = Vec::with_capacity(jobs.len());
         let mut deliveries = Vec::with_capacity(jobs.len());
         // They may come from several leases; a batch goes on as long as one of them does.
-        let over = jobs.first().map(|job| job.over.clone()).unwrap_or_default();
-        for Job { source, message, history, over } in jobs {
+        let over = jobs.first().map(|job| job.term.over().clone()).unwrap_or_default();
+        for Job { source, message, history, term } in jobs {
             let id = message.id;
             match decode::<T, C>(message) {
                 Ok(message) => {
-                    let context = Context::new(self.names.clone(), history, over, deadline.clone());
+                    let context = Context::new(
+                        self.names.clone(),
+                        history,
+                        term.over().clone(),
+                        deadline.clone(),
+                    );
                     deliveries.push(Delivery::new(message, context));
                     running.push((source, id));
                 }

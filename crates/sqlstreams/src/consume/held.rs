@@ -1,13 +1,14 @@
 //! What a consumer holds: leases of ranges, and claimed exceptions. Only bookkeeping, no I/O.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::ids::IdSet;
 use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport, Surplus};
+use super::term::Term;
 use crate::outcome::Verdict;
 
 /// A report names at most so many finished ranges of a lease: with as many gaps a lease stays a small row. What is left out
@@ -25,26 +26,12 @@ pub(crate) enum Source {
     Exception(Uuid),
 }
 
-/// How long what was claimed together is certainly ours, by our own clock: the server counts from later.
-#[derive(Debug)]
-struct Term {
-    until: Instant,
-    /// Cancelled when it is over, or is about to be.
-    over: CancellationToken,
-}
-
-impl Term {
-    fn is_over(&self) -> bool {
-        self.over.is_cancelled()
-    }
-}
-
 /// One lease, and how far its messages are.
 #[derive(Debug)]
 struct Lease {
     seq: i64,
     token: Uuid,
-    term: Term,
+    term: Arc<Term>,
     /// As the server has it.
     pending: IdSet,
     /// Messages with ids below this were fetched.
@@ -62,7 +49,7 @@ struct Lease {
 /// Exceptions that were claimed together.
 #[derive(Debug)]
 struct Batch {
-    term: Term,
+    term: Arc<Term>,
     suspect: bool,
     count: usize,
 }
@@ -86,7 +73,7 @@ pub(crate) struct Retry {
     pub(crate) attempts: i32,
     pub(crate) delays: i32,
     pub(crate) first_failed_at: SystemTime,
-    pub(crate) over: CancellationToken,
+    pub(crate) term: Arc<Term>,
 }
 
 impl Lease {
@@ -154,18 +141,17 @@ pub(crate) struct Held {
 impl Held {
     /// A lease was claimed by a call that was sent at `sent`; nothing of it is fetched yet. Its term is over when the returned
     /// token is cancelled.
-    pub(crate) fn claimed(&mut self, claimed: Claimed, sent: Instant) -> CancellationToken {
+    pub(crate) fn claimed(&mut self, claimed: Claimed, sent: Instant) -> Arc<Term> {
         let Claimed { seq, token, pending, lease_duration } = claimed;
         let fetched_to = pending.first().unwrap_or(i64::MIN);
         self.lease_duration = lease_duration;
-        let over = CancellationToken::new();
-        let term = Term { until: sent + lease_duration, over: over.clone() };
+        let term = Arc::new(Term::new(sent + lease_duration));
         self.leases.insert(
             token,
             Lease {
                 seq,
                 token,
-                term,
+                term: term.clone(),
                 pending,
                 fetched_to,
                 open: BTreeSet::new(),
@@ -174,7 +160,7 @@ impl Held {
                 one_by_one: false,
             },
         );
-        over
+        term
     }
 
     /// Messages of a lease were fetched, in id order. Returns the lease's token of cancellation if they are to be run.
@@ -183,7 +169,7 @@ impl Held {
         token: Uuid,
         ids: impl IntoIterator<Item = i64>,
         more: bool,
-    ) -> Option<CancellationToken> {
+    ) -> Option<Arc<Term>> {
         let lease = self.leases.get_mut(&token)?;
         if lease.term.is_over() {
             return None;
@@ -194,7 +180,7 @@ impl Held {
             (true, Some(last)) => lease.fetched_to.max(last + 1),
             (true, None) => lease.fetched_to,
         };
-        Some(lease.term.over.clone())
+        Some(lease.term.clone())
     }
 
     /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
@@ -221,7 +207,7 @@ impl Held {
         sent: Instant,
     ) {
         self.lease_duration = lease_duration;
-        let term = Term { until: sent + lease_duration, over: CancellationToken::new() };
+        let term = Arc::new(Term::new(sent + lease_duration));
         self.batches.insert(token, Batch { term, suspect, count: claimed.len() });
         self.exceptions.extend(claimed.into_iter().map(|c| {
             let (attempts, delays, first_failed_at) = (c.attempts, c.delays, c.first_failed_at);
@@ -250,7 +236,7 @@ impl Held {
             attempts: exception.attempts,
             delays: exception.delays,
             first_failed_at: exception.first_failed_at,
-            over: batch.term.over.clone(),
+            term: batch.term.clone(),
         })
     }
 
@@ -425,7 +411,7 @@ impl Held {
     /// A lease is not ours any more.
     fn forget(&mut self, token: Uuid) {
         if let Some(lease) = self.leases.remove(&token) {
-            lease.term.over.cancel();
+            lease.term.end();
             self.abandoned += lease.open.len() - lease.left.len();
         }
     }
@@ -434,7 +420,7 @@ impl Held {
     pub(crate) fn extended(&mut self, token: Uuid, seq: i64, sent: Instant) {
         if let Some(lease) = self.leases.get_mut(&token) {
             lease.seq = seq;
-            lease.term.until = sent + self.lease_duration;
+            lease.term.extend(sent + self.lease_duration);
         }
     }
 
@@ -469,7 +455,7 @@ impl Held {
     /// The server keeps claimed exceptions for another while, by a call that was sent at `sent`, for these tokens.
     pub(crate) fn extended_exceptions(&mut self, tokens: &BTreeSet<Uuid>, sent: Instant) {
         for (_, batch) in self.batches.iter_mut().filter(|(token, _)| tokens.contains(token)) {
-            batch.term.until = sent + self.lease_duration;
+            batch.term.extend(sent + self.lease_duration);
         }
     }
 
@@ -481,8 +467,8 @@ impl Held {
     /// When the next term has to be taken for over.
     pub(crate) fn next_lapse(&self) -> Option<Instant> {
         self.terms()
-            .filter(|term| !term.is_over())
-            .map(|term| term.until)
+            .filter(|term| !term.has_ended())
+            .map(|term| term.until())
             .min()
             .map(|until| until - self.margin())
     }
@@ -490,8 +476,8 @@ impl Held {
     /// Ends the terms that nobody has extended in time; returns how many.
     pub(crate) fn lapse(&mut self, now: Instant) -> usize {
         let by = now + self.margin();
-        let lapsed = self.terms().filter(|term| !term.is_over() && term.until <= by);
-        lapsed.map(|term| term.over.cancel()).count()
+        let lapsed = self.terms().filter(|term| !term.has_ended() && term.until() <= by);
+        lapsed.map(|term| term.end()).count()
     }
 
     /// How long before its lease runs out a handler is told to stop.
@@ -503,7 +489,7 @@ impl Held {
         self.lease_duration
     }
 
-    fn terms(&self) -> impl Iterator<Item = &Term> {
+    fn terms(&self) -> impl Iterator<Item = &Arc<Term>> {
         self.leases.values().map(|l| &l.term).chain(self.batches.values().map(|b| &b.term))
     }
 

@@ -20,6 +20,7 @@ mod keeper;
 mod pace;
 mod protocol;
 mod run;
+mod term;
 mod transaction;
 mod workers;
 

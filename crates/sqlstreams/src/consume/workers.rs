@@ -8,11 +8,11 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
-use tokio_util::sync::CancellationToken;
 
 use super::delivery::History;
 use super::handler::Runner;
 use super::held::Source;
+use super::term::Term;
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
 
@@ -22,8 +22,7 @@ pub(crate) struct Job {
     pub(crate) source: Source,
     pub(crate) message: RawMessage,
     pub(crate) history: History,
-    /// Cancelled when it is not ours any more.
-    pub(crate) over: CancellationToken,
+    pub(crate) term: Arc<Term>,
 }
 
 /// How it ended.
@@ -98,10 +97,9 @@ async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
 
 /// Runs jobs together. A handler whose messages are lost is dropped.
 async fn run(queue: &Queue, work: &Work, jobs: Vec<Job>) -> Vec<Finished> {
-    let (over, jobs): (Vec<Job>, Vec<Job>) =
-        jobs.into_iter().partition(|job| job.over.is_cancelled());
+    let (over, jobs): (Vec<Job>, Vec<Job>) = jobs.into_iter().partition(|job| job.term.is_over());
     let mut finished: Vec<Finished> = over.iter().map(Job::place).map(cancelled).collect();
-    let Some(over) = jobs.first().map(|job| job.over.clone()) else { return finished };
+    let Some(over) = jobs.first().map(|job| job.term.over().clone()) else { return finished };
     let places: Vec<(Source, i64)> = jobs.iter().map(Job::place).collect();
     let lost = || places.iter().copied().map(cancelled);
     tokio::select! {

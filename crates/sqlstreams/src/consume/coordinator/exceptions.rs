@@ -62,7 +62,7 @@ impl Coordinator {
                     delays: u32::try_from(retry.delays).unwrap_or(0),
                     first_failed_at: Some(retry.first_failed_at),
                 };
-                jobs.push(Job { source: retry.source, message, history, over: retry.over });
+                jobs.push(Job { source: retry.source, message, history, term: retry.term });
             }
         }
         self.received(jobs.into_iter());

@@ -87,14 +87,14 @@ impl Coordinator {
         match page {
             Ok(page) => {
                 let ids = page.messages.iter().map(|m| m.id);
-                let over = self.holding.lock().fetched(token, ids, page.more);
-                if let Some(over) = over {
+                let term = self.holding.lock().fetched(token, ids, page.more);
+                if let Some(term) = term {
                     let source = Source::Lease(token);
                     self.received(page.messages.into_iter().map(|message| Job {
                         source,
                         message,
                         history: History::default(),
-                        over: over.clone(),
+                        term: term.clone(),
                     }));
                 }
                 Ok(())
