@@ -102,8 +102,9 @@ struct State {
     next: Instant,
     /// Somebody rang: look for fresh messages then.
     rung: Option<Instant>,
-    /// A ring needs no look: the last time there were messages for this consumer.
-    direct: bool,
+    /// How often in a row a claim brought nothing. Two say that others have what is rung for; one may be a ring that came when
+    /// its message was claimed already.
+    misses: u32,
     /// Since the last full look somebody rang.
     rang: bool,
     /// Rings tell of messages: the last full look found no other.
@@ -152,7 +153,7 @@ impl Watcher {
                 pace: PACE.0,
                 next: now,
                 rung: None,
-                direct: true,
+                misses: 0,
                 rang: false,
                 by_ring: false,
                 claimed: 0,
@@ -259,7 +260,7 @@ impl Watch {
     pub(crate) fn claimed(&self, up_to: Option<i64>, short: bool) {
         let mut state = self.group.state();
         state.claimed = state.claimed.max(up_to.unwrap_or_default());
-        state.direct = true;
+        state.misses = 0;
         // Where rings tell of messages there is no need to look for them as often.
         state.pace = if short && !state.by_ring { PACE.0 } else { BUSY };
         let next = Instant::now() + state.pace;
@@ -271,7 +272,8 @@ impl Watch {
 
     /// There was nothing to claim: another consumer of the group has it.
     pub(crate) fn claimed_nothing(&self) {
-        self.group.state().direct = false;
+        let mut state = self.group.state();
+        state.misses = state.misses.saturating_add(1);
     }
 
     /// The lower bound for claiming due exceptions: none every few seconds.
@@ -307,7 +309,7 @@ impl Group {
         state.by_ring = true;
         if state.paused {
             state.next = Instant::now();
-        } else if state.direct {
+        } else if state.misses < 2 {
             state.seen.fresh = true;
             drop(state);
             self.news.notify_one();
