@@ -20,16 +20,11 @@ CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g       consumer_group;
-    pending int8multirange;
     ids     bigint[] := p_ids;
     wanted  int := cardinality(p_ids);
     hits    int;
 BEGIN
-    PERFORM require_read_committed();
-    IF current_setting('sqlstreams.transaction', true) IS DISTINCT FROM p_mark AND p_mark IS NOT NULL THEN
-        RAISE EXCEPTION 'the handler ended the transaction that it was given'
-            USING ERRCODE = 'SQ010', HINT = 'Leave COMMIT and ROLLBACK to the consumer; savepoints are fine.';
-    END IF;
+    PERFORM require_lent(p_mark);
     g := require_group(p_stream, p_group);
     IF NOT g.transactional THEN
         RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)
@@ -47,8 +42,7 @@ BEGIN
     END IF;
     GET DIAGNOSTICS hits = ROW_COUNT;
     IF hits < wanted THEN
-        RAISE EXCEPTION 'settled before: % of % messages', wanted - hits, wanted
-            USING ERRCODE = 'SQ009', HINT = 'Roll back: their effects are there already.';
+        PERFORM refuse_repeated(wanted - hits);
     END IF;
 
     IF p_exceptions THEN
@@ -58,14 +52,52 @@ BEGIN
         GET DIAGNOSTICS hits = ROW_COUNT;
         -- The row of the exception was the message's one place; with it gone nobody can be handed the message any more.
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
+        IF hits < wanted THEN
+            PERFORM refuse_lost();
+        END IF;
     ELSE
-        pending := lease_pending(p_stream, p_group, p_token);
-        hits := (SELECT count(*) FROM unnest(ids) AS i WHERE pending @> i);
+        PERFORM require_held(p_stream, p_group, p_token, ids, p_mark);
     END IF;
-    IF hits < wanted THEN
-        RAISE EXCEPTION 'the lease was lost before the messages were settled'
-            USING ERRCODE = 'SQ008', HINT = 'Roll back: another consumer handles them.';
+END $$;
+
+-- Whether these messages are pending in the caller's lease, and this is the transaction that was lent; else an error. Clients
+-- that settle one message at a time insert its row themselves and call this only if a look of their own, in a statement
+-- after that, does not find it so: queries/settle_first.sql, queries/settle_last.sql.
+CREATE OR REPLACE FUNCTION require_held(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_mark text) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    pending int8multirange;
+BEGIN
+    PERFORM require_lent(p_mark);
+    pending := lease_pending(p_stream, p_group, p_token);
+    IF (SELECT coalesce(bool_and(pending @> i), false) FROM unnest(p_ids) AS i) THEN
+        RETURN true;
     END IF;
+    PERFORM refuse_lost();
+END $$;
+
+CREATE OR REPLACE FUNCTION require_lent(p_mark text) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    PERFORM require_read_committed();
+    IF current_setting('sqlstreams.transaction', true) IS DISTINCT FROM p_mark AND p_mark IS NOT NULL THEN
+        RAISE EXCEPTION 'the handler ended the transaction that it was given'
+            USING ERRCODE = 'SQ010', HINT = 'Leave COMMIT and ROLLBACK to the consumer; savepoints are fine.';
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION refuse_lost() RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RAISE EXCEPTION 'the lease was lost before the messages were settled'
+        USING ERRCODE = 'SQ008', HINT = 'Roll back: another consumer handles them.';
+END $$;
+
+CREATE OR REPLACE FUNCTION refuse_repeated(p_count bigint) RETURNS bigint
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RAISE EXCEPTION 'settled before: % of these messages', p_count
+        USING ERRCODE = 'SQ009', HINT = 'Roll back: their effects are there already.';
 END $$;
 
 -- Which of these messages still have to be handled by whoever holds them under p_token, for a caller that does not know

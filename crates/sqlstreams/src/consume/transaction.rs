@@ -148,13 +148,8 @@ impl Open {
     ) -> Result<()> {
         let doing = "commit a handler's transaction";
         let Some(lent) = &self.lent else { return Ok(()) };
-        let settle = &protocol.stream.client.inner.queries.settle_in_transaction;
-        let settles = messages.iter().map(async |(source, ids)| {
-            let (token, exceptions) = proof(*source);
-            let params: [&(dyn ToSql + Sync); 6] =
-                [&protocol.stream.id, &protocol.group, &token, ids, &exceptions, &MARK];
-            run(&lent.connection, settle, &params).await
-        });
+        let settles =
+            messages.iter().map(|(source, ids)| settle(&lent.connection, protocol, *source, ids));
         let work = async {
             let (settled, committed) =
                 join(join_all(settles), lent.connection.batch_execute("COMMIT")).await;
@@ -195,6 +190,36 @@ impl Drop for Open {
             Some(Err(kept)) => {
                 let _ = kept.connection.batch_execute(HANG_UP).now_or_never();
             }
+        }
+    }
+}
+
+/// Settles messages that came from one source in the transaction that is open.
+async fn settle(
+    connection: &tokio_postgres::Client,
+    protocol: &Protocol,
+    source: Source,
+    ids: &[i64],
+) -> Result<(), tokio_postgres::Error> {
+    let Protocol { stream, group } = protocol;
+    match (source, ids) {
+        // Mostly one message, in every handler's transaction: that has to be cheap.
+        (Source::Lease(token), [id]) => {
+            let queries = &stream.queries;
+            let last: [&(dyn ToSql + Sync); 4] = [group, &token, id, &MARK];
+            let (first, last) = join(
+                run(connection, &queries.settle_first, &[group, id, &MARK]),
+                run(connection, &queries.settle_last, &last),
+            )
+            .await;
+            first.and(last).map(drop)
+        }
+        _ => {
+            let (token, exceptions) = proof(source);
+            let query = &stream.client.inner.queries.settle_in_transaction;
+            let params: [&(dyn ToSql + Sync); 6] =
+                [&stream.id, group, &token, &ids, &exceptions, &MARK];
+            run(connection, query, &params).await.map(drop)
         }
     }
 }
