@@ -4,12 +4,13 @@
 //! once a second while they are not. Notifications only make it look at once: producers ring after their commit.
 //!
 //! ```text
-//!   producers ── bell.rs ──► NOTIFY ──► session.rs ──► watcher.rs ──► the coordinators of the groups
-//!                                    (one connection      (looks, and judges
-//!                                      per client)          dead owners)
+//!   producers ── bell.rs ──► NOTIFY ──► session.rs ──► looking.rs ──► watcher.rs ──► the coordinators
+//!                                    (one connection     (looks, judges  (what was seen     of the groups
+//!                                      per client)        dead owners)     of each group)
 //! ```
 
 mod bell;
+mod looking;
 mod session;
 mod watcher;
 

@@ -1,9 +1,7 @@
-//! One task per client that looks for work, for all the groups that are consumed through it, and judges owners that died.
-//!
-//! It runs while something is consumed. A look costs the database about as much as it finds out: each group has its own
-//! pace, from a few milliseconds after something happened to about a second, and what is nearly due is looked at together.
+//! What is watched for a client's consumers: each group with its own pace, from a few milliseconds after something happened to
+//! about a second, and what was seen of it. The task that looks (looking.rs) runs while something is consumed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,29 +11,23 @@ use futures_util::FutureExt;
 use tokio::sync::{Notify, watch};
 use tokio_postgres::types::ToSql;
 
-use super::session::{Life, Rung, Session};
-use crate::client::{BOOKKEEPING, Client};
-use crate::error::{Error, Result};
+use super::looking::Looking;
+use super::session::{Rung, Session};
+use crate::client::Client;
+use crate::error::Result;
 
 /// The pause between two looks at an idle group, growing from the first to the second.
-const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
+pub(super) const PACE: (Duration, Duration) = (Duration::from_millis(5), Duration::from_secs(1));
 /// The pace of a group that has a backlog: its consumer claims without being told; exceptions come due meanwhile.
-const BUSY: Duration = Duration::from_millis(100);
-/// How often a group is looked at of whose leases another process has some.
-const OTHERS: Duration = Duration::from_millis(500);
+pub(super) const BUSY: Duration = Duration::from_millis(100);
 /// After a ring a consumer that got nothing the last time leaves so much time to the one that did, lest all of many idle
 /// consumers claim because of one message.
 const OTHERS_FIRST: Duration = Duration::from_millis(15);
-/// How long an owner has to be missing.
-const MISSING: Duration = Duration::from_secs(1);
 /// How long a consumer waits at its start for its process to be known.
 const INTRODUCTION: Duration = Duration::from_secs(1);
-/// After a look there is none for so many times as long as it took, unless it took very long.
-const SHARE: u32 = 4;
 /// The pause after trouble, growing from the first to the second.
-const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
-/// What `watch` answers when it is asked of another server process than that of the session.
-const OTHER_BACKEND: &str = "SQ011";
+pub(super) const TROUBLE: (Duration, Duration) =
+    (Duration::from_millis(100), Duration::from_secs(1));
 /// How often exceptions are looked for without a lower bound on their due time; see `take_exceptions` in the SQL.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 
@@ -64,60 +56,60 @@ impl Seen {
 #[derive(Debug)]
 pub(crate) struct Watcher {
     /// Whether to listen. Not where a pooler was found in between.
-    listen: AtomicBool,
-    groups: Mutex<Groups>,
-    rung: Arc<Rung>,
+    pub(super) listen: AtomicBool,
+    pub(super) groups: Mutex<Groups>,
+    pub(super) rung: Arc<Rung>,
     /// For looks, and for heartbeats.
-    session: tokio::sync::Mutex<Option<Session>>,
+    pub(super) session: tokio::sync::Mutex<Option<Session>>,
     /// As what this process is known; changes whenever the session does.
-    life: watch::Sender<Option<i64>>,
+    pub(super) life: watch::Sender<Option<i64>>,
     /// Whether there is a session: then it is known whether it has a number.
-    connected: watch::Sender<bool>,
+    pub(super) connected: watch::Sender<bool>,
 }
 
 #[derive(Debug, Default)]
-struct Groups {
+pub(super) struct Groups {
     /// By the order in which they came.
-    watched: BTreeMap<u64, Arc<Group>>,
-    next: u64,
-    running: bool,
+    pub(super) watched: BTreeMap<u64, Arc<Group>>,
+    pub(super) next: u64,
+    pub(super) running: bool,
 }
 
 /// A group that is looked at, and what was seen of it.
 #[derive(Debug)]
-struct Group {
-    stream: i64,
-    group: i64,
-    state: Mutex<State>,
-    news: Notify,
+pub(super) struct Group {
+    pub(super) stream: i64,
+    pub(super) group: i64,
+    pub(super) state: Mutex<State>,
+    pub(super) news: Notify,
 }
 
 #[derive(Debug)]
-struct State {
-    seen: Seen,
+pub(super) struct State {
+    pub(super) seen: Seen,
     /// How many full looks there were.
-    looks: u64,
-    paused: bool,
-    pace: Duration,
-    next: Instant,
+    pub(super) looks: u64,
+    pub(super) paused: bool,
+    pub(super) pace: Duration,
+    pub(super) next: Instant,
     /// Somebody rang: look for fresh messages then.
-    rung: Option<Instant>,
+    pub(super) rung: Option<Instant>,
     /// How often in a row a claim brought nothing. Two say that others have what is rung for; one may be a ring that came when
     /// its message was claimed already.
-    misses: u32,
+    pub(super) misses: u32,
     /// Since the last full look somebody rang.
-    rang: bool,
+    pub(super) rang: bool,
     /// Rings tell of messages: the last full look found no other.
-    by_ring: bool,
-    claimed: i64,
-    due_from: DueFrom,
+    pub(super) by_ring: bool,
+    pub(super) claimed: i64,
+    pub(super) due_from: DueFrom,
 }
 
 /// The lower bound for looking at due exceptions.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct DueFrom {
-    bound: Option<SystemTime>,
-    unbounded_at: Instant,
+pub(super) struct DueFrom {
+    pub(super) bound: Option<SystemTime>,
+    pub(super) unbounded_at: Instant,
 }
 
 /// A consumer's hold of its group's watch; dropped, the group is not looked at any more.
@@ -222,11 +214,11 @@ impl Watcher {
         }
     }
 
-    fn groups(&self) -> MutexGuard<'_, Groups> {
+    pub(super) fn groups(&self) -> MutexGuard<'_, Groups> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn watched(&self) -> Vec<Arc<Group>> {
+    pub(super) fn watched(&self) -> Vec<Arc<Group>> {
         self.groups().watched.values().cloned().collect()
     }
 }
@@ -298,12 +290,12 @@ impl Drop for Watch {
 }
 
 impl Group {
-    fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Somebody has produced, or handed something back, or resumed a group.
-    fn ring(&self) {
+    pub(super) fn ring(&self) {
         let mut state = self.state();
         state.rang = true;
         state.by_ring = true;
@@ -319,14 +311,14 @@ impl Group {
     }
 
     /// Tells the consumer what was seen.
-    fn tell(&self, seen: Seen) {
+    pub(super) fn tell(&self, seen: Seen) {
         self.state().seen.add(seen);
         self.news.notify_one();
     }
 }
 
 impl DueFrom {
-    fn now(&mut self) -> Option<SystemTime> {
+    pub(super) fn now(&mut self) -> Option<SystemTime> {
         if self.unbounded_at.elapsed() >= UNBOUNDED {
             *self = Self { bound: None, unbounded_at: Instant::now() };
         }
@@ -351,294 +343,16 @@ async fn supervise(client: Client) {
 }
 
 impl Watcher {
-    async fn end_session(&self) {
+    pub(super) async fn end_session(&self) {
         *self.session.lock().await = None;
         self.life.send_if_modified(|life| life.take().is_some());
         self.connected.send_replace(false);
     }
 }
 
-/// The watcher's task.
-struct Looking<'a> {
-    client: &'a Client,
-    watcher: &'a Watcher,
-    life: Option<Life>,
-    /// A session broke, and there is no new one yet.
-    lost: bool,
-    /// Since when owners are missing, by the group in whose full looks they are, and their number.
-    missing: HashMap<(i64, i64), Instant>,
-    /// When the next look is allowed.
-    rested: Instant,
-    trouble: Duration,
-}
-
-/// What a look says of one group.
-struct Look {
-    group: i64,
-    gone: bool,
-    seen: Seen,
-    paused: Option<bool>,
-    claimed: i64,
-    next_due: Option<Duration>,
-    others: bool,
-    missing: Vec<i64>,
-}
-
-impl<'a> Looking<'a> {
-    fn new(client: &'a Client) -> Self {
-        Self {
-            client,
-            watcher: &client.inner.watcher,
-            life: None,
-            lost: false,
-            missing: HashMap::new(),
-            rested: Instant::now(),
-            trouble: TROUBLE.0,
-        }
-    }
-
-    async fn run(mut self) {
-        loop {
-            if self.watcher.groups().watched.is_empty() {
-                self.watcher.end_session().await;
-                let mut groups = self.watcher.groups();
-                if groups.watched.is_empty() {
-                    groups.running = false;
-                    return;
-                }
-            }
-            match self.step().await {
-                Ok(()) => self.trouble = TROUBLE.0,
-                Err(error) => {
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        "could not look for messages; trying again in {:?}",
-                        self.trouble
-                    );
-                    let watched = self.watcher.watched();
-                    if self.look(&watched, Instant::now()).await.is_err() {
-                        // Nobody knows what there is: consumers are to see for themselves.
-                        watched.iter().for_each(|group| group.tell(Seen::ANYTHING));
-                    }
-                    tokio::time::sleep(jittered(self.trouble)).await;
-                    self.trouble = (self.trouble * 2).min(TROUBLE.1);
-                }
-            }
-        }
-    }
-
-    /// Sees to it that there is a session, and looks or waits.
-    async fn step(&mut self) -> Result<()> {
-        #[cfg(test)]
-        self.client.inner.faults.strike(crate::supervision::Task::Watcher);
-        self.connect().await?;
-        for stream in self.watcher.rung.take() {
-            for group in self.watcher.watched().iter().filter(|g| g.stream == stream) {
-                group.ring();
-            }
-        }
-        let now = Instant::now();
-        let watched = self.watcher.watched();
-        let next = watched.iter().map(|group| group.state().due()).min();
-        match next {
-            Some(next) if next.max(self.rested) <= now => self.look(&watched, now).await,
-            _ => {
-                let next = next.map_or(now + PACE.1, |next| next.max(self.rested));
-                tokio::select! {
-                    () = self.watcher.rung.news.notified() => {}
-                    () = tokio::time::sleep_until(next.into()) => {}
-                }
-                Ok(())
-            }
-        }
-    }
-
-    async fn connect(&mut self) -> Result<()> {
-        let listen = self.watcher.listen.load(Ordering::Relaxed);
-        match &*self.watcher.session.lock().await {
-            Some(session) if session.is_broken() => self.lost = true,
-            Some(session) if listen && session.is_unsure() => {}
-            Some(_) => return Ok(()),
-            None => {}
-        }
-        // Leases of a life that ended are renewed under none until there is a new one, or others would take them.
-        self.watcher.end_session().await;
-        self.life = None;
-        let session = Session::open(self.client, listen, &self.watcher.rung).await?;
-        self.life = session.life;
-        let owner = session.life.map(|life| life.owner);
-        tracing::debug!(owner, "connected to look for messages");
-        *self.watcher.session.lock().await = Some(session);
-        self.watcher.life.send_replace(owner);
-        self.watcher.connected.send_replace(true);
-        self.missing.clear();
-        if std::mem::take(&mut self.lost) {
-            // Some that were in use when it was lost may still lead to where it led.
-            self.client.forget_idle_connections();
-        }
-        // What was rung for meanwhile was not heard.
-        for group in self.watcher.watched() {
-            group.state().next = Instant::now();
-        }
-        Ok(())
-    }
-
-    /// One statement for all groups that are due, or nearly.
-    async fn look(&mut self, watched: &[Arc<Group>], now: Instant) -> Result<()> {
-        let mut looked: Vec<&Arc<Group>> = Vec::new();
-        let (mut streams, mut groups, mut known) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut due_from, mut full) = (Vec::new(), Vec::new());
-        for group in watched {
-            let mut state = group.state();
-            let due = state.next.saturating_duration_since(now) <= state.pace / 2;
-            if due || state.rung.is_some_and(|rung| rung <= now) {
-                streams.push(group.stream);
-                groups.push(group.group);
-                known.push(state.claimed);
-                due_from.push(state.due_from.now());
-                full.push(due);
-                state.rung = None;
-                looked.push(group);
-            }
-        }
-        let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let backend = self.life.map(|life| life.backend);
-        let params: [&(dyn ToSql + Sync); 7] =
-            [&streams, &groups, &known, &due_from, &full, &judge, &backend];
-        let looks = self.ask(&params).await?;
-        self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
-
-        // The same for all, so that those that are idle are looked at together again.
-        let jitter = jitter();
-        for (group, full) in looked.into_iter().zip(full) {
-            let look = looks.iter().find(|look| look.group == group.group);
-            self.take_in(group, look, full.then_some(jitter)).await?;
-        }
-        self.missing.retain(|(id, _), _| watched.iter().any(|group| group.group == *id));
-        Ok(())
-    }
-
-    /// What was seen of a group, `None`: nothing. After a full look the next is timed, with this jitter.
-    async fn take_in(
-        &mut self,
-        group: &Group,
-        look: Option<&Look>,
-        full: Option<f64>,
-    ) -> Result<()> {
-        let now = Instant::now();
-        let mut seen = look.map_or(Seen::default(), |look| match look.gone {
-            // The consumer will be told so by its own next call.
-            true => Seen::ANYTHING,
-            false => look.seen,
-        });
-        let mut verdict = None;
-        if full.is_some() {
-            // Only such a look tells who is back, or has nothing any more.
-            let still = look.map_or(&[][..], |look| &look.missing);
-            self.missing.retain(|(id, owner), _| *id != group.group || still.contains(owner));
-        }
-        for owner in look.iter().flat_map(|look| &look.missing) {
-            let since = *self.missing.entry((group.group, *owner)).or_insert(now);
-            if now.duration_since(since) >= MISSING {
-                tracing::warn!(
-                    stream = group.stream,
-                    group = group.group,
-                    owner,
-                    "a consumer has died; its leases are taken over"
-                );
-                seen.lapsed |= self.expire(group, *owner).await?;
-            } else {
-                verdict = verdict.max(Some(since + MISSING));
-            }
-        }
-        let mut state = group.state();
-        let was_paused = state.paused;
-        if let Some(look) = look {
-            state.claimed = state.claimed.max(look.claimed);
-            state.paused = look.paused.unwrap_or(state.paused);
-        }
-        if let Some(jitter) = full {
-            let rang = std::mem::take(&mut state.rang);
-            if seen.fresh {
-                state.by_ring = rang;
-            }
-            state.looks += 1;
-            let others = look.is_some_and(|look| look.others);
-            state.pace = match seen == Seen::default() {
-                true => (state.pace * 3 / 2).min(if others { OTHERS } else { PACE.1 }),
-                false => state.pace.clamp(BUSY, PACE.1),
-            };
-            // Exactly when there is something to see, where that is known.
-            let known = look.and_then(|look| look.next_due).map(|due| now + due);
-            let next = now + state.pace.mul_f64(jitter);
-            state.next =
-                [known, verdict].into_iter().flatten().fold(next, Instant::min).max(now + PACE.0);
-        }
-        let tell = full.is_some() || seen != Seen::default() || was_paused != state.paused;
-        drop(state);
-        if tell {
-            group.tell(seen);
-        }
-        Ok(())
-    }
-
-    async fn ask(&self, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Look>> {
-        let doing = "look for messages";
-        let query = &self.client.inner.queries.watch;
-        let session = self.watcher.session.lock().await;
-        let rows = match session.as_ref().filter(|session| !session.is_broken()) {
-            Some(session) => {
-                let rows = session.read(query, params, doing).await;
-                if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {
-                    self.watcher.is_pooled();
-                    session.give_up();
-                }
-                if rows.as_ref().is_err_and(Error::is_of_connection) {
-                    // What broke it has probably broken others, which nobody is to wait for.
-                    self.client.forget_idle_connections();
-                }
-                rows
-            }
-            // There may be a limit that allows none beside the pool.
-            None => self.client.ask(query, params, doing).await,
-        };
-        let rows = rows?;
-        Ok(rows
-            .iter()
-            .map(|row| Look {
-                group: row.get(0),
-                gone: row.get(1),
-                seen: Seen {
-                    fresh: row.get(2),
-                    lapsed: row.get(3),
-                    due: row.get(4),
-                    suspect: row.get(5),
-                },
-                paused: row.get(6),
-                claimed: row.get(7),
-                next_due: row
-                    .get::<_, Option<i64>>(8)
-                    .map(|ms| Duration::from_millis(u64::try_from(ms).unwrap_or_default() + 1)),
-                others: row.get::<_, Option<Vec<i64>>>(9).is_some_and(|owners| !owners.is_empty()),
-                missing: row.get(10),
-            })
-            .collect())
-    }
-
-    async fn expire(&self, group: &Group, owner: i64) -> Result<bool> {
-        let params: [&(dyn ToSql + Sync); 3] = [&group.stream, &group.group, &owner];
-        let expire = &self.client.inner.queries.expire_owner;
-        let doing = "take over from a dead consumer";
-        match Watcher::transact(self.client, BOOKKEEPING, expire, &params, doing).await {
-            Some(rows) => Ok(rows?.first().is_some_and(|row| row.get(0))),
-            None => Ok(false),
-        }
-    }
-}
-
 impl State {
     /// When it is to be looked at.
-    fn due(&self) -> Instant {
+    pub(super) fn due(&self) -> Instant {
         self.rung.map_or(self.next, |rung| rung.min(self.next))
     }
 }
@@ -648,6 +362,6 @@ pub(crate) fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(jitter())
 }
 
-fn jitter() -> f64 {
+pub(super) fn jitter() -> f64 {
     0.5 + fastrand::f64() / 2.0
 }
