@@ -188,6 +188,8 @@ impl Client {
 
 /// How long the server may take for an answer to something small.
 pub(crate) const SOON: Duration = Duration::from_secs(5);
+/// More than any server takes.
+const MOST_CONNECTIONS: usize = 10_000;
 pub(crate) const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 /// For what a crash of the server may take back: it commits without waiting for the disk.
 pub(crate) const BOOKKEEPING: &str =
@@ -228,7 +230,7 @@ impl ClientBuilder {
         self
     }
 
-    /// The most connections of the pool, at least 2. Default: 8. A client that consumes has one more, on which it listens.
+    /// The most connections of the pool, 2 to 10,000. Default: 8. A client that consumes has one more, on which it listens.
     pub fn pool_size(mut self, connections: usize) -> Self {
         self.pool_size = connections;
         self
@@ -283,6 +285,11 @@ impl ClientBuilder {
                 format!("a pool of {} connections is too small", self.pool_size),
             )
             .with_hint("Give the client at least 2."));
+        }
+        if self.pool_size > MOST_CONNECTIONS {
+            let text = format!("a pool of {} connections is too large", self.pool_size);
+            return Err(Error::new(ErrorKind::InvalidConfig, text)
+                .with_hint(format!("Give the client at most {MOST_CONNECTIONS}.")));
         }
         let dsn = Dsn::parse(&self.url)?;
         let background = Background::start()?;

@@ -57,10 +57,10 @@
 //! ([`Group::redrive`], [`Group::discard`]). Meanwhile the group goes on with the messages after it.
 //!
 //! **Crashes.** A consumer's messages are leased, 15 s by default, and the lease is renewed while the consumer lives. When it
-//! dies, another takes over what was unfinished, within about a second where the death of a process can be seen. After a crash
-//! of the *server*, some messages that were handled just before
-//! may be handled again; nothing that was acknowledged as sent is lost. A producer whose connection breaks during a commit asks
-//! whether that got through, and sends again only what did not.
+//! dies, another takes over what was unfinished: within about a second where the death of a process can be seen, if it has run
+//! for 5 s itself. After a crash of the *server*, some messages that were handled just before may be handled again; nothing
+//! that was acknowledged as sent is lost. A producer whose connection breaks during a commit asks whether that got through, and
+//! sends again only what did not.
 //!
 //! **PostgreSQL** 15 or newer with UTF-8, no extension, no superuser. Works through poolers in transaction mode.
 //!

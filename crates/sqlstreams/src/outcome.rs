@@ -25,6 +25,10 @@ pub enum Outcome {
 }
 
 /// What handlers may return.
+#[diagnostic::on_unimplemented(
+    message = "a handler cannot return `{Self}`",
+    note = "it returns `()`, an `Outcome`, or a `Result` of either: end with `Ok(())` what returns something else"
+)]
 pub trait IntoOutcome {
     /// The outcome that is meant.
     fn into_outcome(self) -> Outcome;

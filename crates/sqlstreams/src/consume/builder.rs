@@ -26,7 +26,8 @@ use crate::payload::{Codec, Json};
 /// # Delivery
 /// Every committed message reaches the group at least once; with [`run_transactional`](Self::run_transactional), its effects
 /// in the same database happen exactly once. A handler that fails has its message tried again. The unfinished messages of a
-/// process that dies are taken over within about a second, or, where its death cannot be seen, once their lease runs out.
+/// process that dies are taken over within about a second by consumers that have run for 5 s, by others as soon as they have;
+/// and where its death cannot be seen, once their lease runs out.
 /// Messages are started in id order but run concurrently.
 ///
 /// # Trouble
@@ -70,7 +71,7 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
         Self { group, settings }
     }
 
-    /// How many handlers run at once, at least 1. Default: 16.
+    /// How many handlers run at once, 1 to 10,000. Default: 16.
     pub fn concurrency(mut self, handlers: usize) -> Self {
         self.settings.concurrency = handlers;
         self
@@ -154,8 +155,8 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
     /// Running handlers are given the time of a graceful stop first.
     ///
     /// # Cancellation
-    /// Dropped, the running handlers are dropped too, and their messages repeated by whoever takes them over. Prefer
-    /// [`stop_on`](Self::stop_on).
+    /// Dropped, the consumer stops by itself: it drops the running handlers and hands back what it holds, so that others have it at
+    /// once. Prefer [`stop_on`](Self::stop_on), which lets handlers finish.
     ///
     /// # Panics
     /// Outside a tokio runtime.
@@ -238,8 +239,11 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
 
     async fn start(self, handler: Handler<T>) -> Result<Consumed> {
         let wrong = |what: &str| Err(Error::new(ErrorKind::InvalidArgument, what.to_owned()));
-        if self.settings.concurrency == 0 {
-            return wrong("a consumer needs a concurrency of at least 1");
+        if !(1..=10_000).contains(&self.settings.concurrency) {
+            return wrong("a consumer's concurrency is 1 to 10,000");
+        }
+        if self.settings.timeout.is_some_and(|timeout| timeout.is_zero()) {
+            return wrong("a timeout of 0 would let no handler run: leave it out for none");
         }
         if !(1..=10_000).contains(&self.settings.batch_size) {
             return wrong("a batch has 1 to 10,000 messages");

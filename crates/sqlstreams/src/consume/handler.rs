@@ -199,9 +199,9 @@ impl<T: Send + 'static> Run<T> {
         loop {
             match Open::begin(&self.protocol).await {
                 Err(error) if error.is_retryable() => {
-                    tracing::debug!(
+                    tracing::warn!(
                         error = &error as &dyn std::error::Error,
-                        "no transaction for a handler"
+                        "no transaction for a handler; trying again"
                     );
                 }
                 begun => return begun.map(Some),

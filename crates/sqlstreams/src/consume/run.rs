@@ -7,12 +7,11 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use tokio_util::task::AbortOnDropHandle;
 
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
 use super::handler::{Handler, runner};
-use super::health::Activity;
+use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
 use super::protocol::Protocol;
 use super::workers::{Queue, Work, Workers};
@@ -27,25 +26,37 @@ const OPEN: Duration = Duration::from_secs(30);
 
 pub(super) async fn run<T, C>(
     group: GroupBuilder<T, C>,
-    settings: Settings,
+    mut settings: Settings,
     handler: Handler<T>,
 ) -> Result<Consumed>
 where
     T: Send + 'static,
     C: Codec<T>,
 {
+    // Dropped with this future, they stop the consumer, which drops its handlers and hands back what it holds.
+    (settings.stop, settings.abort) = (settings.stop.child_token(), settings.abort.child_token());
+    let _dropped = (settings.abort.clone().drop_guard(), settings.stop.clone().drop_guard());
     // The caller's: where handlers may use what they are used to.
     let runtime = Handle::current();
     let health = settings.health.clone();
     let client = group.client().clone();
-    let consuming =
-        client.inner.background.handle().spawn(consume(group, settings, handler, runtime));
-    // Dropped with this future, it ends.
-    let ended = AbortOnDropHandle::new(consuming).await;
-    health.update(|health| health.activity = Activity::Stopped);
-    ended.unwrap_or_else(|e| {
+    let stopped = Stopped(health);
+    let consuming = client.inner.background.handle().spawn(async move {
+        let _stopped = stopped;
+        consume(group, settings, handler, runtime).await
+    });
+    consuming.await.unwrap_or_else(|e| {
         Err(Error::new(ErrorKind::Closed, "the consumer's task has panicked").with_source(e))
     })
+}
+
+/// Says so when the consumer has ended, however that came about.
+struct Stopped(Health);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        self.0.update(|health| (health.activity, health.in_flight) = (Activity::Stopped, 0));
+    }
 }
 
 async fn consume<T, C>(

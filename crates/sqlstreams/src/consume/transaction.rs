@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::held::Source;
 use super::protocol::{ANSWER, Protocol};
 use crate::client::run;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::wake::jittered;
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
@@ -25,6 +25,8 @@ const BEGIN: &str =
 const MARK: &str = "lent";
 /// Ends a transaction that somebody still uses: what they send after this finds no connection.
 const HANG_UP: &str = "ROLLBACK; SELECT pg_terminate_backend(pg_backend_pid())";
+/// How long to wait for a connection before saying so.
+const PATIENCE: Duration = Duration::from_secs(60);
 /// The pause between two looks at what became of a commit, growing from the first to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
@@ -76,8 +78,14 @@ impl Open {
     pub(crate) async fn begin(protocol: &Protocol) -> Result<Self> {
         let doing = "begin a handler's transaction";
         let client = &protocol.stream.client;
+        let permit = client.inner.transactions.clone().acquire_owned();
+        let Ok(permit) = timeout(PATIENCE, permit).await else {
+            let text = format!("no connection came free for a handler within {PATIENCE:?}");
+            return Err(Error::new(ErrorKind::Connection, text)
+                .with_hint("Do handlers keep their transactions? Such connections are lost."));
+        };
         // Closed never.
-        let permit = client.inner.transactions.clone().acquire_owned().await.ok();
+        let permit = permit.ok();
         let connection = client.connection(doing).await?;
         let open = Self { lent: Some(Arc::new(Lent { connection, _permit: permit })) };
         open.execute(BEGIN, doing).await?;

@@ -11,6 +11,7 @@ mod consume;
 mod crash;
 mod defaults;
 mod delivery;
+mod dropped;
 mod economics;
 mod exactly_once;
 mod exceptions;

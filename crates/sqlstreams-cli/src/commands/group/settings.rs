@@ -39,10 +39,10 @@ pub(super) struct Settings {
     #[arg(long, value_name = "DURATION", value_parser = values::duration_or_none)]
     backoff_cap: Option<Duration>,
     /// At most so many messages handed out and not finished; 0 for no limit
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     max_in_flight: Option<u32>,
     /// At most so many messages per second; 0 for no limit
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
     rate_limit: Option<f64>,
 }
 
