@@ -38,10 +38,17 @@ pub(crate) struct StreamInner {
 }
 
 impl StreamInner {
-    /// Something was committed: wakes consumers, here and elsewhere.
+    /// Wakes consumers, here and elsewhere.
     pub(crate) fn ring(&self) {
+        self.committed(false);
+    }
+
+    /// Something was committed; `rung`: and rung for elsewhere.
+    pub(crate) fn committed(&self, rung: bool) {
         self.client.inner.watcher.rang(self.id);
-        Bell::ring(&self.client, self.id);
+        if !rung {
+            Bell::ring(&self.client, self.id);
+        }
     }
 }
 

@@ -94,6 +94,7 @@ async fn tasks_that_panic_are_started_again_or_end_the_consumer() {
 
     // Rings are heard again.
     stream.inner.client.inner.faults.plan(Task::Bell);
+    stream.ring();
     send(&stream, 4).await;
     assert_eq!(handled.recv().await, Some(4));
     eventually("the bell has panicked", || !stream.inner.client.inner.faults.is_planned()).await;

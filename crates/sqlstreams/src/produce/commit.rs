@@ -5,6 +5,10 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
+use futures_util::future::join;
+use tokio::sync::oneshot;
+use tokio_util::task::AbortOnDropHandle;
+
 use super::attempt::refused;
 use super::backoff::Backoff;
 use super::connection::{Borrowed, within};
@@ -12,9 +16,12 @@ use super::executor::Written;
 use crate::client::{BEGIN, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::stream::StreamInner;
+use crate::wake::{Bell, Turn};
 
 /// A commit that is not answered for so long is asked about elsewhere.
 const COMMIT_LIMIT: Duration = Duration::from_secs(15);
+/// A ring, which waits for the commit before it, takes so long at most, or the connection is of no use any more.
+const RING_LIMIT: Duration = Duration::from_secs(20);
 /// An answer to that question takes so long at most, or the question is asked again.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(10);
 /// A transaction that still runs so long after its client is gone is ended: its COMMIT may never have arrived.
@@ -47,26 +54,38 @@ pub(super) async fn commit(
     stream: &StreamInner,
     transaction: &Transaction,
 ) -> Result<Committed> {
-    let answer = within(COMMIT_LIMIT, connection.batch_execute("COMMIT"), "commit").await;
+    let (tell, told) = oneshot::channel();
+    let turn = Bell::turn(&stream.client);
+    let rings = turn.is_some();
+    let committing = send_commit(connection, stream.id, turn, tell);
+    // Dropped before the answer, it closes the connection.
+    let committing =
+        AbortOnDropHandle::new(stream.client.inner.background.handle().spawn(committing));
+    let answer = within(COMMIT_LIMIT, told, "commit").await;
     let lost = match answer {
-        Ok(Ok(())) => {
-            connection.give_back();
+        Ok(Ok(Ok(()))) => {
+            committing.detach();
+            stream.committed(rings);
             return Ok(Committed::Stored);
         }
-        Ok(Err(error)) => {
+        Ok(Ok(Err(error))) => {
             // Only a plain ERROR means that it was rolled back. A session that is ended while it waits for a standby has
             // committed all the same, and a server that panics may have.
             let refused = refused(&error);
             let error = Error::from_driver(error, "commit the messages");
             if refused && error.kind() != ErrorKind::Connection {
-                connection.give_back();
+                committing.detach();
                 return Err(error);
             }
             error
         }
+        // It ends without an answer only with the client's thread.
+        Ok(Err(_)) => {
+            return Err(unknown("the client ended while the messages were being committed"));
+        }
         Err(silence) => silence,
     };
-    drop(connection);
+    drop(committing);
     stream.client.forget_idle_connections();
     tracing::info!(
         stream = stream.name,
@@ -74,8 +93,35 @@ pub(super) async fn commit(
         "a commit was not answered, finding out what became of it"
     );
     match resolve(stream, transaction).await? {
-        true => Ok(Committed::Stored),
+        true => {
+            stream.committed(false);
+            Ok(Committed::Stored)
+        }
         false => Ok(Committed::Lost(lost)),
+    }
+}
+
+/// Commits and, in the same write, rings, if it is our turn. Nobody waits for the answer to the ring, except the connection.
+async fn send_commit(
+    connection: Borrowed,
+    stream: i64,
+    turn: Option<Turn>,
+    tell: oneshot::Sender<Result<(), tokio_postgres::Error>>,
+) {
+    let commit = async {
+        // Whoever does not wait any more does not want to know.
+        let _ = tell.send(connection.batch_execute("COMMIT").await);
+    };
+    let ring = async {
+        match &turn {
+            Some(turn) => within(RING_LIMIT, turn.ring(&connection, stream), "ring").await,
+            None => Ok(Ok(())),
+        }
+    };
+    // Written in this order, at the first poll.
+    let ((), rang) = join(commit, ring).await;
+    if matches!(rang, Ok(Ok(()))) {
+        connection.give_back();
     }
 }
 

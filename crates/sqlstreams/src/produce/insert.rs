@@ -84,7 +84,6 @@ pub(crate) async fn insert_unchecked(
                 if let Some(last) = ids.last() {
                     partitions::look_after(stream, *last);
                 }
-                stream.ring();
                 return Ok(ids);
             }
             Err(Failure::Trouble(error)) => {

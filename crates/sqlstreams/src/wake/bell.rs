@@ -1,4 +1,4 @@
-//! The producers' side of wake-ups: a ring after the commit, on a connection of its own, for all streams at once.
+//! The producers' side of wake-ups: a ring after the commit, by whoever commits or else by a task, for all streams at once.
 //!
 //! Nobody waits for it, and nothing depends on it.
 
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::types::ToSql;
 
-use crate::client::Client;
+use crate::client::{Client, run};
 use crate::error::Result;
 
 /// From the beginning of a ring to that of the next at least: who rings meanwhile is part of that.
@@ -26,6 +26,39 @@ struct State {
     /// Streams to ring for.
     streams: BTreeSet<i64>,
     ringing: bool,
+    /// When the last ring began that was not the task's.
+    last: Option<Instant>,
+}
+
+/// The right to ring now, on a connection of the caller's. Who rings meanwhile waits for its end.
+#[derive(Debug)]
+pub(crate) struct Turn(Client);
+
+impl Turn {
+    /// Rings for a stream, and does so once more if that fails.
+    pub(crate) async fn ring(
+        &self,
+        connection: &tokio_postgres::Client,
+        stream: i64,
+    ) -> Result<(), tokio_postgres::Error> {
+        let params: [&(dyn ToSql + Sync); 1] = [&vec![stream]];
+        let rang = run(connection, &self.0.inner.queries.ring, &params).await;
+        if rang.is_err() {
+            self.0.inner.bell.lock().streams.insert(stream);
+        }
+        rang.map(drop)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut state = self.0.inner.bell.lock();
+        if state.streams.is_empty() {
+            state.ringing = false;
+        } else {
+            self.0.inner.background.handle().spawn(ring_all(Ringing(self.0.clone())));
+        }
+    }
 }
 
 impl Bell {
@@ -37,6 +70,18 @@ impl Bell {
         if !std::mem::replace(&mut state.ringing, true) {
             client.inner.background.handle().spawn(ring_all(Ringing(client.clone())));
         }
+    }
+
+    /// The right to ring now, unless somebody rings or has just done so.
+    pub(crate) fn turn(client: &Client) -> Option<Turn> {
+        let now = Instant::now();
+        let mut state = client.inner.bell.lock();
+        let rested = state.last.is_none_or(|last| now.duration_since(last) >= APART);
+        if state.ringing || !rested {
+            return None;
+        }
+        (state.ringing, state.last) = (true, Some(now));
+        Some(Turn(client.clone()))
     }
 
     /// The streams to ring for now; when there are none, the task that asks ends.

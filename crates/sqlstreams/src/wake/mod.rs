@@ -14,5 +14,5 @@ mod looking;
 mod session;
 mod watcher;
 
-pub(crate) use self::bell::Bell;
+pub(crate) use self::bell::{Bell, Turn};
 pub(crate) use self::watcher::{Seen, Watch, Watcher, jittered};
