@@ -54,7 +54,7 @@ async fn insert_rows(
         tokio::time::sleep_until(due.into()).await;
         let sent = Instant::now();
         db.query_one(&insert, &[&payload]).await.with_context(doing)?;
-        if sent >= begin + WARM_UP {
+        if due >= begin + WARM_UP {
             spread.record(sent.elapsed().as_nanos().cast_signed());
         }
         due += Duration::from_secs(1) / rate;
