@@ -198,8 +198,9 @@ async fn a_batch_that_is_dropped_keeps_nothing() {
     let (entered, mut entries) = tokio::sync::mpsc::unbounded_channel();
     let release = Arc::new(tokio::sync::Semaphore::new(0));
     let (wait, stop) = (release.clone(), CancellationToken::new());
-    let group = stream.group("g").lease(Duration::from_secs(1)).create().await.unwrap();
+    let group = stream.group("g").lease(Duration::from_secs(3)).create().await.unwrap();
     let consumer = group.consumer().concurrency(1).batch_size(10).stop_on(stop.clone());
+    let health = consumer.health();
     let running = tokio::spawn(consumer.run_batches(move |batch: Vec<Delivery<u64>>| {
         let (entered, wait) = (entered.clone(), wait.clone());
         let ids: Vec<i64> = batch.iter().map(|message| message.id).collect();
@@ -213,6 +214,8 @@ async fn a_batch_that_is_dropped_keeps_nothing() {
         stream.producer().send(&n).await.unwrap();
         let leases = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
         until(async || count(&db, leases).await == n as i64 + 1).await;
+        // The lease is there before its message has come.
+        until(async || health.snapshot().held == n as usize + 1).await;
     }
     release.add_permits(1);
     assert_eq!(entries.recv().await.unwrap(), [2, 3]);
