@@ -70,6 +70,7 @@
 //! [`hint`](Error::hint) at what to do.
 
 mod background;
+mod backoff;
 mod client;
 mod connect;
 mod consume;

@@ -14,11 +14,11 @@ use super::held::Source;
 use super::protocol::Protocol;
 use super::transaction::{Committed, Open, Transaction};
 use super::workers::{Finished, Job};
+use crate::backoff::Backoff;
 use crate::error::{Error, Result};
 use crate::message::{Message, RawMessage};
 use crate::outcome::{IntoOutcome, IntoOutcomes, Outcome, Verdict};
 use crate::payload::Codec;
-use crate::wake::jittered;
 
 /// The pause after a transaction could not be begun, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
@@ -195,7 +195,7 @@ impl<T: Send + 'static> Run<T> {
 
     /// A transaction, as soon as there is a connection; `None` when the messages are not ours any more before that.
     async fn begin(&self, over: &CancellationToken) -> Result<Option<Open>> {
-        let mut pause = TROUBLE.0;
+        let mut backoff = Backoff::new(TROUBLE);
         loop {
             match Open::begin(&self.protocol).await {
                 Err(error) if error.is_retryable() => {
@@ -208,9 +208,8 @@ impl<T: Send + 'static> Run<T> {
             }
             tokio::select! {
                 () = over.cancelled() => return Ok(None),
-                () = tokio::time::sleep(jittered(pause)) => {}
+                () = tokio::time::sleep(backoff.pause()) => {}
             }
-            pause = (pause * 2).min(TROUBLE.1);
         }
     }
 

@@ -12,8 +12,8 @@ use uuid::Uuid;
 use super::held::Held;
 use super::protocol::Protocol;
 use super::workers::Queue;
+use crate::backoff::Backoff;
 use crate::error::Result;
-use crate::wake::jittered;
 
 /// The pause after a heartbeat that failed, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
@@ -58,7 +58,7 @@ impl Keeper {
     async fn heartbeats(&self) {
         let mut life = self.life.clone();
         let mut next = Instant::now();
-        let mut trouble = TROUBLE.0;
+        let mut trouble = Backoff::new(TROUBLE);
         loop {
             #[cfg(test)]
             self.protocol.stream.client.inner.faults.strike(crate::supervision::Task::Keeper);
@@ -82,18 +82,18 @@ impl Keeper {
             match self.heartbeat().await {
                 Ok(()) => {
                     next = Instant::now() + interval;
-                    trouble = TROUBLE.0;
+                    trouble.reset();
                     // Handlers may be so slow that nothing else makes the coordinator look what it holds.
                     self.holding.changed.notify_one();
                 }
                 Err(error) => {
+                    let pause = trouble.pause();
                     tracing::warn!(
                         stream = self.protocol.stream.name,
                         error = &error as &dyn std::error::Error,
-                        "could not renew leases; trying again in {trouble:?}"
+                        "could not renew leases; trying again in {pause:?}"
                     );
-                    next = Instant::now() + jittered(trouble);
-                    trouble = (trouble * 2).min(TROUBLE.1);
+                    next = Instant::now() + pause;
                 }
             }
         }

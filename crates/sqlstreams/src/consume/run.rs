@@ -16,10 +16,11 @@ use super::keeper::{Holding, Keeper};
 use super::protocol::Protocol;
 use super::workers::{Queue, Work, Workers};
 use super::{Consumed, Settings};
+use crate::backoff::Backoff;
 use crate::error::{Error, ErrorKind, Result};
 use crate::group::{Group, GroupBuilder};
 use crate::payload::Codec;
-use crate::wake::{Watcher, jittered};
+use crate::wake::Watcher;
 
 /// How long it may take to look at the group, or to make it.
 const OPEN: Duration = Duration::from_secs(30);
@@ -105,7 +106,7 @@ async fn open<T, C: Codec<T>>(
     group: GroupBuilder<T, C>,
     settings: &Settings,
 ) -> Result<Option<(Group<T, C>, Option<i64>)>> {
-    let mut trouble = TROUBLE.0;
+    let mut trouble = Backoff::new(TROUBLE);
     loop {
         let error = match timeout(OPEN, try_open(group.clone(), settings)).await {
             Ok(Err(error)) if error.is_retryable() => error,
@@ -115,16 +116,16 @@ async fn open<T, C: Codec<T>>(
                 Error::no_answer("open the group", OPEN)
             }
         };
+        let pause = trouble.pause();
         tracing::warn!(
             error = &error as &dyn std::error::Error,
-            "a consumer cannot start yet; trying again in {trouble:?}"
+            "a consumer cannot start yet; trying again in {pause:?}"
         );
         settings.health.trouble(Some(error.to_string()));
         tokio::select! {
             () = settings.stop.cancelled() => return Ok(None),
-            () = tokio::time::sleep(jittered(trouble)) => {}
+            () = tokio::time::sleep(pause) => {}
         }
-        trouble = (trouble * 2).min(TROUBLE.1);
     }
 }
 

@@ -15,9 +15,9 @@ use uuid::Uuid;
 
 use super::held::Source;
 use super::protocol::{ANSWER, Protocol};
+use crate::backoff::Backoff;
 use crate::client::run;
 use crate::error::{Error, ErrorKind, Result};
-use crate::wake::jittered;
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
 const BEGIN: &str =
@@ -238,7 +238,7 @@ async fn look(
     messages: &[(Source, Vec<i64>)],
     over: &CancellationToken,
 ) -> Committed {
-    let mut pause = AGAIN.0;
+    let mut backoff = Backoff::new(AGAIN);
     loop {
         let mut unsettled = Ok(Vec::new());
         for (source, ids) in messages {
@@ -261,9 +261,8 @@ async fn look(
         }
         tokio::select! {
             () = over.cancelled() => return Committed::Lost,
-            () = tokio::time::sleep(jittered(pause)) => {}
+            () = tokio::time::sleep(backoff.pause()) => {}
         }
-        pause = (pause * 2).min(AGAIN.1);
     }
 }
 

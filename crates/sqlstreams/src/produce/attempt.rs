@@ -24,6 +24,10 @@ pub(super) const INSERT_LIMIT: Duration = Duration::from_secs(60);
 const BEGIN: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'";
 
+/// The pause before something is tried again, growing from the first to the second.
+pub(super) const AGAIN: (Duration, Duration) =
+    (Duration::from_millis(10), Duration::from_millis(500));
+
 /// Nothing was stored, but for `Other` that says [`CommitUnknown`](ErrorKind::CommitUnknown).
 pub(super) enum Failure {
     OutOfPartitions(tokio_postgres::Error),

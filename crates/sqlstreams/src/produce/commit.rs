@@ -9,10 +9,10 @@ use futures_util::future::join;
 use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
-use super::attempt::refused;
-use super::backoff::Backoff;
+use super::attempt::{AGAIN, refused};
 use super::connection::{Borrowed, within};
 use super::executor::Written;
+use crate::backoff::Backoff;
 use crate::client::{BEGIN, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::stream::StreamInner;
@@ -129,7 +129,7 @@ async fn send_commit(
 async fn resolve(stream: &StreamInner, transaction: &Transaction) -> Result<bool> {
     let started = Instant::now();
     let mut running_since = None;
-    let mut backoff = Backoff::new();
+    let mut backoff = Backoff::new(AGAIN);
     loop {
         let terminate =
             running_since.is_some_and(|since: Instant| since.elapsed() > TERMINATE_AFTER);
@@ -153,7 +153,7 @@ async fn resolve(stream: &StreamInner, transaction: &Transaction) -> Result<bool
         if started.elapsed() > GIVE_UP_AFTER {
             return Err(error);
         }
-        backoff.wait().await;
+        tokio::time::sleep(backoff.pause()).await;
     }
 }
 

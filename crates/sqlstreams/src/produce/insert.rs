@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use tokio_postgres::types::ToSql;
 
-use super::attempt::{Failure, INSERT_LIMIT, attempt, trouble};
-use super::backoff::Backoff;
+use super::attempt::{AGAIN, Failure, INSERT_LIMIT, attempt, trouble};
 use super::connection::within;
+use crate::backoff::Backoff;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::partitions;
@@ -154,7 +154,7 @@ struct Patience {
 
 impl Patience {
     fn new() -> Self {
-        Self { troubled_since: None, backoff: Backoff::new() }
+        Self { troubled_since: None, backoff: Backoff::new(AGAIN) }
     }
 
     /// Returns the error when it has been enough.
@@ -162,7 +162,7 @@ impl Patience {
         if self.troubled_since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
             return Err(error);
         }
-        self.backoff.wait().await;
+        tokio::time::sleep(self.backoff.pause()).await;
         Ok(())
     }
 }

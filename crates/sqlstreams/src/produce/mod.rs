@@ -1,7 +1,6 @@
 //! Producing: into a transaction of our own, batched under load, or into the caller's.
 
 mod attempt;
-mod backoff;
 mod commit;
 mod connection;
 mod executor;

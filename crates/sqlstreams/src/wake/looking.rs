@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use tokio_postgres::types::ToSql;
 
 use super::session::{Life, Session};
-use super::watcher::{BUSY, Group, PACE, Seen, TROUBLE, Watcher, jitter, jittered};
+use super::watcher::{BUSY, Group, PACE, Seen, TROUBLE, Watcher};
+use crate::backoff::{Backoff, jitter};
 use crate::client::{BOOKKEEPING, Client};
 use crate::error::{Error, Result};
 
@@ -33,7 +34,7 @@ pub(super) struct Looking<'a> {
     missing: HashMap<(i64, i64), Instant>,
     /// When the next look is allowed.
     rested: Instant,
-    trouble: Duration,
+    trouble: Backoff,
 }
 
 /// What a look says of one group.
@@ -57,7 +58,7 @@ impl<'a> Looking<'a> {
             lost: false,
             missing: HashMap::new(),
             rested: Instant::now(),
-            trouble: TROUBLE.0,
+            trouble: Backoff::new(TROUBLE),
         }
     }
 
@@ -72,20 +73,19 @@ impl<'a> Looking<'a> {
                 }
             }
             match self.step().await {
-                Ok(()) => self.trouble = TROUBLE.0,
+                Ok(()) => self.trouble.reset(),
                 Err(error) => {
+                    let pause = self.trouble.pause();
                     tracing::warn!(
                         error = &error as &dyn std::error::Error,
-                        "could not look for messages; trying again in {:?}",
-                        self.trouble
+                        "could not look for messages; trying again in {pause:?}"
                     );
                     let watched = self.watcher.watched();
                     if self.look(&watched, Instant::now()).await.is_err() {
                         // Nobody knows what there is: consumers are to see for themselves.
                         watched.iter().for_each(|group| group.tell(Seen::ANYTHING));
                     }
-                    tokio::time::sleep(jittered(self.trouble)).await;
-                    self.trouble = (self.trouble * 2).min(TROUBLE.1);
+                    tokio::time::sleep(pause).await;
                 }
             }
         }

@@ -15,4 +15,4 @@ mod session;
 mod watcher;
 
 pub(crate) use self::bell::{Bell, Turn};
-pub(crate) use self::watcher::{Seen, Watch, Watcher, jittered};
+pub(crate) use self::watcher::{Seen, Watch, Watcher};

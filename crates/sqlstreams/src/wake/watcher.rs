@@ -13,6 +13,7 @@ use tokio_postgres::types::ToSql;
 
 use super::looking::Looking;
 use super::session::{Rung, Session};
+use crate::backoff::jitter;
 use crate::client::Client;
 use crate::error::Result;
 
@@ -214,6 +215,12 @@ impl Watcher {
         }
     }
 
+    pub(super) async fn end_session(&self) {
+        *self.session.lock().await = None;
+        self.life.send_if_modified(|life| life.take().is_some());
+        self.connected.send_replace(false);
+    }
+
     pub(super) fn groups(&self) -> MutexGuard<'_, Groups> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -342,26 +349,9 @@ async fn supervise(client: Client) {
     }
 }
 
-impl Watcher {
-    pub(super) async fn end_session(&self) {
-        *self.session.lock().await = None;
-        self.life.send_if_modified(|life| life.take().is_some());
-        self.connected.send_replace(false);
-    }
-}
-
 impl State {
     /// When it is to be looked at.
     pub(super) fn due(&self) -> Instant {
         self.rung.map_or(self.next, |rung| rung.min(self.next))
     }
-}
-
-/// Between half and all of it, so that many processes do not march in step.
-pub(crate) fn jittered(pause: Duration) -> Duration {
-    pause.mul_f64(jitter())
-}
-
-pub(super) fn jitter() -> f64 {
-    0.5 + fastrand::f64() / 2.0
 }

@@ -5,9 +5,9 @@ use std::time::Instant;
 use uuid::Uuid;
 
 use super::{Coordinator, TROUBLE};
+use crate::backoff::jittered;
 use crate::consume::later;
 use crate::error::Result;
-use crate::wake::jittered;
 
 impl Coordinator {
     /// Hands back what will not be run here any more.

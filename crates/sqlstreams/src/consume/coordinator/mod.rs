@@ -21,9 +21,10 @@ use super::pace::Pace;
 use super::protocol::Protocol;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings};
+use crate::backoff::Backoff;
 use crate::error::{Error, ErrorKind, Result};
 use crate::outcome::{Outcome, Verdict};
-use crate::wake::{Seen, Watch, jittered};
+use crate::wake::{Seen, Watch};
 
 /// How long news wait for more of them.
 const NEWS: Duration = Duration::from_millis(10);
@@ -122,7 +123,7 @@ impl Coordinator {
     }
 
     async fn work(&mut self, goal: Option<i64>) -> Result<()> {
-        let mut trouble = TROUBLE.0;
+        let mut trouble = Backoff::new(TROUBLE);
         loop {
             self.absorb_all();
             self.show();
@@ -140,23 +141,23 @@ impl Coordinator {
             match result {
                 Ok((true, _)) => return Ok(()),
                 Ok((false, called)) => {
-                    if called || trouble > TROUBLE.0 {
+                    if called || trouble.has_begun() {
                         self.health.trouble(None);
                     }
-                    trouble = TROUBLE.0;
+                    trouble.reset();
                     if !called {
                         self.wait().await;
                     }
                 }
                 Err(error) if error.is_retryable() => {
+                    let pause = trouble.pause();
                     tracing::warn!(
                         stream = self.protocol.stream.name,
                         error = &error as &dyn std::error::Error,
-                        "a consumer's call failed; trying again in {trouble:?}"
+                        "a consumer's call failed; trying again in {pause:?}"
                     );
                     self.health.trouble(Some(error.to_string()));
-                    self.pause(jittered(trouble)).await;
-                    trouble = (trouble * 2).min(TROUBLE.1);
+                    self.pause(pause).await;
                 }
                 Err(error) => return Err(error),
             }
