@@ -161,10 +161,7 @@ impl Client {
         doing: &str,
     ) -> Result<Vec<Row>> {
         let connection = self.connection(doing).await?;
-        let answer = match timeout(SOON, run(&connection, query, params)).await {
-            Ok(answer) => answer.map_err(|e| Error::from_driver(e, doing)),
-            Err(_) => Err(Error::no_answer(doing, SOON)),
-        };
+        let answer = answered(SOON, run(&connection, query, params), doing).await;
         self.keep(connection, answer)
     }
 
@@ -194,6 +191,24 @@ pub(crate) const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 /// For what a crash of the server may take back: it commits without waiting for the disk.
 pub(crate) const BOOKKEEPING: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL synchronous_commit = off";
+
+/// Waits for an answer, but not for ever: a server may be frozen, or the network may swallow what is sent.
+pub(crate) async fn within<T>(
+    limit: Duration,
+    answer: impl Future<Output = T>,
+    doing: &str,
+) -> Result<T> {
+    timeout(limit, answer).await.map_err(|_| Error::no_answer(doing, limit))
+}
+
+/// The same for an answer of the driver's.
+pub(crate) async fn answered<T>(
+    limit: Duration,
+    answer: impl Future<Output = Result<T, tokio_postgres::Error>>,
+    doing: &str,
+) -> Result<T> {
+    within(limit, answer, doing).await?.map_err(|e| Error::from_driver(e, doing))
+}
 
 /// Begin, a statement and commit, in one write.
 pub(crate) async fn transact(

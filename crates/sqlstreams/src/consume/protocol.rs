@@ -7,13 +7,12 @@ use std::time::{Duration, SystemTime};
 
 use deadpool_postgres::Object;
 use futures_util::future::join5;
-use tokio::time::timeout;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::ids::IdSet;
-use crate::client::{BOOKKEEPING, run, transact};
+use crate::client::{BOOKKEEPING, answered, run, transact, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
@@ -162,10 +161,11 @@ impl Protocol {
                 run(&connection, &self.stream.queries.fetch, &fetch_params),
                 connection.batch_execute("COMMIT"),
             );
-            let Ok((begun, advanced, committed, fetched, ended)) = timeout(ANSWER, calls).await
-            else {
-                return client.keep(connection, Err(Error::no_answer(doing, ANSWER)));
-            };
+            let (begun, advanced, committed, fetched, ended) =
+                match within(ANSWER, calls, doing).await {
+                    Ok(answers) => answers,
+                    Err(silence) => return client.keep(connection, Err(silence)),
+                };
             let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
             let page = fetched
                 .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
@@ -379,11 +379,8 @@ impl Protocol {
         params: &[&(dyn ToSql + Sync)],
         doing: &str,
     ) -> Result<Vec<Row>> {
-        let answer = match timeout(ANSWER, transact(&connection, BOOKKEEPING, query, params)).await
-        {
-            Ok(rows) => rows.map_err(|e| Error::from_driver(e, doing)),
-            Err(_) => Err(Error::no_answer(doing, ANSWER)),
-        };
+        let transaction = transact(&connection, BOOKKEEPING, query, params);
+        let answer = answered(ANSWER, transaction, doing).await;
         self.stream.client.keep(connection, answer)
     }
 

@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
 
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
@@ -17,6 +16,7 @@ use super::protocol::Protocol;
 use super::workers::{Queue, Work, Workers};
 use super::{Consumed, Settings};
 use crate::backoff::Backoff;
+use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::group::{Group, GroupBuilder};
 use crate::payload::Codec;
@@ -108,12 +108,12 @@ async fn open<T, C: Codec<T>>(
 ) -> Result<Option<(Group<T, C>, Option<i64>)>> {
     let mut trouble = Backoff::new(TROUBLE);
     loop {
-        let error = match timeout(OPEN, try_open(group.clone(), settings)).await {
+        let error = match within(OPEN, try_open(group.clone(), settings), "open the group").await {
             Ok(Err(error)) if error.is_retryable() => error,
             Ok(opened) => return opened.map(Some),
-            Err(_) => {
+            Err(silence) => {
                 group.client().forget_idle_connections();
-                Error::no_answer("open the group", OPEN)
+                silence
             }
         };
         let pause = trouble.pause();

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use super::held::Source;
 use super::protocol::{ANSWER, Protocol};
 use crate::backoff::Backoff;
-use crate::client::run;
+use crate::client::{answered, run};
 use crate::error::{Error, ErrorKind, Result};
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
@@ -164,18 +164,12 @@ impl Open {
             // The first error is the reason for the others.
             settled.into_iter().collect::<Result<Vec<_>, _>>().and(committed)
         };
-        match timeout(ANSWER, work).await {
-            Ok(result) => result.map_err(|e| Error::from_driver(e, doing)),
-            Err(_) => Err(Error::no_answer(doing, ANSWER)),
-        }
+        answered(ANSWER, work, doing).await
     }
 
     async fn execute(&self, sql: &str, doing: &str) -> Result<()> {
         let Some(lent) = &self.lent else { return Ok(()) };
-        match timeout(ANSWER, lent.connection.batch_execute(sql)).await {
-            Ok(result) => result.map_err(|e| Error::from_driver(e, doing)),
-            Err(_) => Err(Error::no_answer(doing, ANSWER)),
-        }
+        answered(ANSWER, lent.connection.batch_execute(sql), doing).await
     }
 
     /// Whether the handler, or something it has started, may be writing still.

@@ -6,9 +6,9 @@ use futures_util::future::join3;
 use tokio_postgres::error::{Severity, SqlState};
 
 use super::commit::{self, Committed, Transaction};
-use super::connection::{Borrowed, within};
+use super::connection::Borrowed;
 use super::executor::Batch;
-use crate::client::run;
+use crate::client::{run, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::stream::StreamInner;

@@ -10,10 +10,10 @@ use tokio::sync::oneshot;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::attempt::{AGAIN, refused};
-use super::connection::{Borrowed, within};
+use super::connection::Borrowed;
 use super::executor::Written;
 use crate::backoff::Backoff;
-use crate::client::{BEGIN, transact};
+use crate::client::{BEGIN, transact, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::stream::StreamInner;
 use crate::wake::{Bell, Turn};

@@ -1,13 +1,12 @@
 //! A pooled connection for a transaction of several steps.
 
-use std::future::Future;
 use std::ops::Deref;
 use std::time::Duration;
 
 use deadpool_postgres::Object;
 
-use crate::client::Client;
-use crate::error::{Error, ErrorKind, Result};
+use crate::client::{Client, within};
+use crate::error::Result;
 
 /// A connection that goes back to the pool only when it is [given back](Self::give_back). Dropped without that, because
 /// it broke or because nobody waits any more, it is closed, and the server rolls back what was open on it.
@@ -52,18 +51,4 @@ impl Drop for Borrowed {
             drop(Object::take(object));
         }
     }
-}
-
-/// Waits for an answer, but not for ever: a server may be frozen, or the network may swallow what is sent.
-pub(super) async fn within<T>(
-    limit: Duration,
-    answer: impl Future<Output = T>,
-    doing: &str,
-) -> Result<T> {
-    tokio::time::timeout(limit, answer).await.map_err(|_| {
-        Error::new(
-            ErrorKind::Connection,
-            format!("the database did not answer within {} s to {doing}", limit.as_secs()),
-        )
-    })
 }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use tokio_postgres::types::ToSql;
 
 use super::attempt::{AGAIN, Failure, INSERT_LIMIT, attempt, trouble};
-use super::connection::within;
 use crate::backoff::Backoff;
+use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::partitions;

@@ -14,7 +14,7 @@ use tokio_postgres::AsyncMessage;
 use tokio_postgres::types::ToSql;
 use tokio_postgres::{Client as PgClient, Row};
 
-use crate::client::{Client, SOON, run, transact};
+use crate::client::{Client, SOON, answered, run, transact};
 use crate::connect::Driver;
 use crate::error::{Error, ErrorKind, Result};
 use crate::queries::Query;
@@ -213,15 +213,11 @@ impl Session {
         call: impl Future<Output = Result<T, tokio_postgres::Error>>,
         doing: &str,
     ) -> Result<T> {
-        let error = match timeout(SOON, call).await {
-            Ok(Ok(answer)) => return Ok(answer),
-            Ok(Err(error)) => Error::from_driver(error, doing),
-            Err(_) => Error::no_answer(doing, SOON),
-        };
-        if error.is_of_connection() {
-            self.broken.store(true, Ordering::Release);
+        let answer = answered(SOON, call, doing).await;
+        if answer.as_ref().is_err_and(Error::is_of_connection) {
+            self.give_up();
         }
-        Err(error)
+        answer
     }
 }
 
