@@ -160,19 +160,24 @@ impl Keeper {
     }
 
     fn give_up(&self, lost: usize) {
-        if lost > 0 {
-            tracing::warn!(
-                stream = self.protocol.stream.name,
-                lost,
-                "leases were lost: another consumer handles what was left of them"
-            );
-            take_back(&self.holding, &self.queue);
-        }
+        give_up(&self.protocol, &self.holding, &self.queue, lost);
+    }
+}
+
+/// So many leases were lost: what of them has not started shall not.
+pub(crate) fn give_up(protocol: &Protocol, holding: &Holding, queue: &Queue, lost: usize) {
+    if lost > 0 {
+        tracing::warn!(
+            stream = protocol.stream.name,
+            lost,
+            "leases were lost: another consumer handles what was left of them"
+        );
+        take_back(holding, queue);
     }
 }
 
 /// What must not be started any more is not.
-pub(crate) fn take_back(holding: &Holding, queue: &Queue) {
+fn take_back(holding: &Holding, queue: &Queue) {
     let taken = queue.take_back(|job| holding.lock().may_start(job.source, job.message.id));
     let mut held = holding.lock();
     for (source, id) in taken {

@@ -7,6 +7,7 @@ use uuid::Uuid;
 use super::{Coordinator, TROUBLE};
 use crate::backoff::jittered;
 use crate::consume::later;
+use crate::consume::protocol::LeaseReport;
 use crate::error::Result;
 
 impl Coordinator {
@@ -16,17 +17,29 @@ impl Coordinator {
             let held = self.holding.lock();
             (held.spent(), held.left_exceptions())
         };
-        if !spent.is_empty() {
-            self.protocol.release(&spent).await?;
-            let tokens: Vec<Uuid> = spent.iter().map(|r| r.token).collect();
-            self.holding.lock().reported(&spent, &tokens);
+        self.release(&spent).await?;
+        self.release_exceptions(&left).await?;
+        Ok(!spent.is_empty() || !left.is_empty())
+    }
+
+    /// Hands leases back.
+    async fn release(&self, reports: &[LeaseReport]) -> Result<()> {
+        if !reports.is_empty() {
+            self.protocol.release(reports).await?;
+            let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
+            self.holding.lock().reported(reports, &tokens);
         }
-        if !left.is_empty() {
-            self.protocol.release_exceptions(&left).await?;
-            let ids: Vec<i64> = left.iter().map(|(_, id)| *id).collect();
+        Ok(())
+    }
+
+    /// Hands exceptions back, by token and id.
+    async fn release_exceptions(&self, exceptions: &[(Uuid, i64)]) -> Result<()> {
+        if !exceptions.is_empty() {
+            self.protocol.release_exceptions(exceptions).await?;
+            let ids: Vec<i64> = exceptions.iter().map(|(_, id)| *id).collect();
             self.holding.lock().lost_exceptions(&ids);
         }
-        Ok(!spent.is_empty() || !left.is_empty())
+        Ok(())
     }
 
     /// Handlers have become slow: others may have what would wait here for long.
@@ -59,11 +72,7 @@ impl Coordinator {
     /// Hands back what does not run, while the rest does.
     async fn hand_back_idle(&mut self) -> Result<()> {
         let idle = self.holding.lock().left_exceptions();
-        if !idle.is_empty() {
-            self.protocol.release_exceptions(&idle).await?;
-            let ids: Vec<i64> = idle.iter().map(|(_, id)| *id).collect();
-            self.holding.lock().lost_exceptions(&ids);
-        }
+        self.release_exceptions(&idle).await?;
         self.hand_back_parts(true).await.map(|_| ())
     }
 
@@ -120,7 +129,8 @@ impl Coordinator {
         }
     }
 
-    pub(super) async fn hand_back(&mut self) -> Result<()> {
+    /// Tells all there is to tell, and hands back the rest.
+    async fn hand_back(&mut self) -> Result<()> {
         if self.has_settled() {
             self.settle_exceptions().await?;
         }
@@ -132,17 +142,8 @@ impl Coordinator {
             self.orphans.pop();
         }
         let reports = self.holding.lock().last_words();
-        if !reports.is_empty() {
-            self.protocol.release(&reports).await?;
-            let tokens: Vec<Uuid> = reports.iter().map(|r| r.token).collect();
-            self.holding.lock().reported(&reports, &tokens);
-        }
+        self.release(&reports).await?;
         let exceptions = self.holding.lock().exceptions();
-        if !exceptions.is_empty() {
-            self.protocol.release_exceptions(&exceptions).await?;
-            let ids: Vec<i64> = exceptions.iter().map(|(_, id)| *id).collect();
-            self.holding.lock().lost_exceptions(&ids);
-        }
-        Ok(())
+        self.release_exceptions(&exceptions).await
     }
 }

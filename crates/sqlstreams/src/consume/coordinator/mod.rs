@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use super::health::{Activity, Health};
 use super::held::Source;
-use super::keeper::{Holding, take_back};
+use super::keeper::{Holding, give_up};
 use super::pace::Pace;
 use super::protocol::Protocol;
 use super::workers::{Finished, Job, Queue, Workers};
@@ -299,16 +299,8 @@ impl Coordinator {
         self.limited || self.queue.unfinished() == 0 || self.news_due.is_some_and(|due| now >= due)
     }
 
-    /// Leases were lost: what of them has not started shall not.
-    fn give_up(&mut self, lost: usize) {
-        if lost > 0 {
-            tracing::warn!(
-                stream = self.protocol.stream.name,
-                lost,
-                "leases were lost: another consumer handles what was left of them"
-            );
-            take_back(&self.holding, &self.queue);
-        }
+    fn give_up(&self, lost: usize) {
+        give_up(&self.protocol, &self.holding, &self.queue, lost);
     }
 
     async fn is_caught_up(&mut self, goal: Option<i64>) -> Result<bool> {
