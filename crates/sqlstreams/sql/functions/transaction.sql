@@ -20,8 +20,8 @@ CREATE OR REPLACE FUNCTION settle_in_transaction(p_stream bigint, p_group bigint
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     g       consumer_group;
-    ids     bigint[] := p_ids;
-    wanted  int := cardinality(p_ids);
+    ids     bigint[] := ARRAY(SELECT DISTINCT i FROM unnest(p_ids) AS i ORDER BY i);
+    wanted  int := cardinality(ids);
     hits    int;
 BEGIN
     PERFORM require_lent(p_mark);
@@ -30,16 +30,8 @@ BEGIN
         RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)
             USING ERRCODE = 'SQ004', HINT = 'Say so first: alter_group(…, p_transactional => true).';
     END IF;
-    -- Mostly one message, in every handler's transaction: that has to be cheap.
-    IF wanted = 1 THEN
-        EXECUTE format('INSERT INTO %I (group_id, message_id) VALUES ($1, $2) ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream)
-            USING p_group, ids[1];
-    ELSE
-        ids := ARRAY(SELECT DISTINCT i FROM unnest(p_ids) AS i ORDER BY i);
-        wanted := cardinality(ids);
-        EXECUTE format('INSERT INTO %I (group_id, message_id) SELECT $1, id FROM unnest($2) AS id ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream)
-            USING p_group, ids;
-    END IF;
+    EXECUTE format('INSERT INTO %I (group_id, message_id) SELECT $1, id FROM unnest($2) AS id ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream)
+        USING p_group, ids;
     GET DIAGNOSTICS hits = ROW_COUNT;
     IF hits < wanted THEN
         PERFORM refuse_repeated(wanted - hits);
@@ -70,7 +62,7 @@ DECLARE
 BEGIN
     PERFORM require_lent(p_mark);
     pending := lease_pending(p_stream, p_group, p_token);
-    IF (SELECT coalesce(bool_and(pending @> i), false) FROM unnest(p_ids) AS i) THEN
+    IF NOT EXISTS (SELECT FROM unnest(p_ids) AS i WHERE (pending @> i) IS NOT TRUE) THEN
         RETURN true;
     END IF;
     PERFORM refuse_lost();
