@@ -4,7 +4,7 @@ use sqlstreams::Stream;
 
 use super::business::Book;
 use super::groups::TRANSACTIONAL;
-use super::worker::{CONCURRENCY, pause};
+use super::worker::{CONCURRENCY, consumer, pause};
 use crate::signals::Signals;
 
 /// Consumes until it is stopped.
@@ -13,12 +13,7 @@ pub(crate) async fn consume(
     book: Book,
     signals: Signals,
 ) -> anyhow::Result<()> {
-    let consumer = stream
-        .group(TRANSACTIONAL)
-        .consumer()
-        .concurrency(CONCURRENCY)
-        .stop_on(signals.stop.clone())
-        .abort_on(signals.abort.clone());
+    let consumer = consumer(&stream, TRANSACTIONAL, CONCURRENCY, &signals);
     let handler = consumer.run_transactional(move |message, transaction| {
         let book = book.clone();
         async move {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use sqlstreams::{Client, Dsn, Stream};
+use sqlstreams::{Client, ConsumerBuilder, Dsn, Stream};
 
 use super::business::{BOOKED, Book, HANDLED};
 use super::groups::{ORDERED, PLAIN, TRANSACTIONAL};
@@ -59,13 +59,7 @@ async fn consume(
     book: Book,
     signals: &Signals,
 ) -> anyhow::Result<()> {
-    let consumer = stream
-        .group(group)
-        .consumer()
-        .concurrency(concurrency)
-        .stop_on(signals.stop.clone())
-        .abort_on(signals.abort.clone());
-    let handler = consumer.run(move |message| {
+    let handler = consumer(stream, group, concurrency, signals).run(move |message| {
         let (db, book) = (db.clone(), book.clone());
         let (id, payload) = (message.id, message.payload);
         async move {
@@ -76,6 +70,21 @@ async fn consume(
     });
     handler.await?;
     Ok(())
+}
+
+/// A consumer that stops when it is told to.
+pub(crate) fn consumer(
+    stream: &Stream<i64>,
+    group: &str,
+    concurrency: usize,
+    signals: &Signals,
+) -> ConsumerBuilder<i64> {
+    stream
+        .group(group)
+        .consumer()
+        .concurrency(concurrency)
+        .stop_on(signals.stop.clone())
+        .abort_on(signals.abort.clone())
 }
 
 /// A moment after the row was written, so that many are hit between that and the end of their handler.
