@@ -9,8 +9,7 @@ use sqlstreams::{
     Undecodable,
 };
 
-use crate::support::{client, count, numbers};
-use crate::transactions::until;
+use crate::support::{client, count, eventually, numbers};
 
 fn at_once(attempts: u32) -> RetryPolicy {
     RetryPolicy::attempts(attempts).backoff(Duration::ZERO, 1.0, Duration::ZERO)
@@ -213,9 +212,9 @@ async fn a_batch_that_is_dropped_keeps_nothing() {
     for n in 1..3 {
         stream.producer().send(&n).await.unwrap();
         let leases = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
-        until(async || count(&db, leases).await == n as i64 + 1).await;
+        eventually(async || count(&db, leases).await == n as i64 + 1).await;
         // The lease is there before its message has come.
-        until(async || health.snapshot().held == n as usize + 1).await;
+        eventually(async || health.snapshot().held == n as usize + 1).await;
     }
     release.add_permits(1);
     assert_eq!(entries.recv().await.unwrap(), [2, 3]);
@@ -229,7 +228,7 @@ async fn a_batch_that_is_dropped_keeps_nothing() {
         release.add_permits(1);
     }
     let resolved = "SELECT sqlstreams.is_resolved(1, 1, 3)::int::bigint";
-    until(async || count(&db, resolved).await == 1).await;
+    eventually(async || count(&db, resolved).await == 1).await;
     stop.cancel();
     let consumed = running.await.unwrap().unwrap();
     assert_eq!((consumed.handled, consumed.failed), (3, 0));

@@ -8,8 +8,8 @@ use sqlstreams_dev::{Cluster, StopMode};
 use tokio_postgres::Client as Db;
 
 use crate::proxy::{Cut, Place, Proxy};
-use crate::support::{connect, database};
-use crate::until::{Running, until};
+use crate::running::Running;
+use crate::support::{connect, database, until};
 
 /// What "within seconds" is at most, on a busy machine.
 const SECONDS: Duration = Duration::from_secs(30);
@@ -219,14 +219,30 @@ async fn of_several_hosts_the_new_primary_is_found() {
     consumer.stop().await;
 }
 
+/// A stream and a group whose connections go through a proxy, and the stream with connections that do not.
+struct Behind {
+    url: String,
+    proxy: Proxy,
+    stream: Stream<u64>,
+    group: Group<u64>,
+    elsewhere: Stream<u64>,
+}
+
+impl Behind {
+    async fn start() -> Self {
+        let url = database().await;
+        let proxy = Proxy::start(&url).await;
+        let (stream, group) = stream_and_group(&proxy.url).await;
+        let elsewhere = Client::connect(&url).await.unwrap();
+        let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
+        Self { url, proxy, stream, group, elsewhere }
+    }
+}
+
 /// Bytes are swallowed both ways, on all connections there are, and nobody says that they are closed.
 #[tokio::test(flavor = "multi_thread")]
 async fn frozen_connections_are_given_up() {
-    let url = database().await;
-    let proxy = Proxy::start(&url).await;
-    let (stream, group) = stream_and_group(&proxy.url).await;
-    let elsewhere = Client::connect(&url).await.unwrap();
-    let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
+    let Behind { proxy, stream, group, elsewhere, .. } = Behind::start().await;
     let mut consumer = Running::start(&group);
     // Several connections lie in the pool.
     futures_util::future::join_all((0..20).map(|_| group.status())).await;
@@ -253,11 +269,7 @@ async fn frozen_connections_are_given_up() {
 /// All at once freeze while nothing happens, and new ones work: nobody waits for one connection of the pool after the other.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_pool_of_frozen_connections_is_given_up_at_once() {
-    let url = database().await;
-    let proxy = Proxy::start(&url).await;
-    let (stream, group) = stream_and_group(&proxy.url).await;
-    let elsewhere = Client::connect(&url).await.unwrap();
-    let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
+    let Behind { url, proxy, stream, group, elsewhere } = Behind::start().await;
     let mut consumer = Running::start(&group);
     sends(&stream, 1).await;
     consumer.handles(1, SECONDS).await;
@@ -286,11 +298,7 @@ async fn a_pool_of_frozen_connections_is_given_up_at_once() {
 /// Frozen, or behind a dead network, in the midst of a transaction that holds up all messages which come later.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_producer_that_vanishes_holds_others_up_for_seconds() {
-    let url = database().await;
-    let proxy = Proxy::start(&url).await;
-    let (stream, _) = stream_and_group(&proxy.url).await;
-    let elsewhere = Client::connect(&url).await.unwrap();
-    let elsewhere = elsewhere.stream::<u64>("orders").open().await.unwrap();
+    let Behind { proxy, stream, elsewhere, .. } = Behind::start().await;
     let mut consumer = Running::start(&elsewhere.group("g").open().await.unwrap());
     let mut writer = None;
     proxy.set(move |statement| {

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use sqlstreams::{Client, Delivery, RetryPolicy, Transaction};
 
-use crate::support::{connect, count, database, numbers};
-use crate::until::{Running, until};
+use crate::running::Running;
+use crate::support::{connect, count, database, numbers, until};
 
 /// A client whose sessions all start with these settings.
 async fn client_with(settings: &[&str]) -> (Client, String) {

@@ -6,8 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 use sqlstreams::{CancellationToken, Client, Context, Delivery, Outcome, RetryPolicy};
 use sqlstreams_dev::Cluster;
 
-use crate::support::{client, connect, count, numbers};
-use crate::transactions::until;
+use crate::support::{client, connect, count, eventually, numbers};
 
 fn at_once(attempts: u32) -> RetryPolicy {
     RetryPolicy::attempts(attempts).backoff(Duration::ZERO, 1.0, Duration::ZERO)
@@ -177,9 +176,9 @@ async fn tb_085_impossible_delays_of_handlers_are_brought_within_reach() {
             6 => Outcome::Retry("d".into()),
             _ => Outcome::Done,
         }));
-    until(async || health.snapshot().consumed.handled == 3).await;
+    eventually(async || health.snapshot().consumed.handled == 3).await;
     let waiting = "SELECT count(*) FROM sqlstreams.exception_queue_1 WHERE state = 'ready'";
-    until(async || count(&db, waiting).await == 5).await;
+    eventually(async || count(&db, waiting).await == 5).await;
     stop.cancel();
     running.await.unwrap().unwrap();
     let far = "SELECT count(*) FROM sqlstreams.exception_queue_1 WHERE isfinite(due_at)

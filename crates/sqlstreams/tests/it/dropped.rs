@@ -4,7 +4,9 @@ use std::time::Duration;
 
 use sqlstreams::{Activity, Client, Delivery, ErrorKind, Outgoing};
 
-use crate::support::{database, eventually};
+use crate::support::{database, until};
+
+const SECONDS: Duration = Duration::from_secs(30);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_dropped_consumer_had_is_handled_at_once() {
@@ -18,9 +20,9 @@ async fn what_a_dropped_consumer_had_is_handled_at_once() {
     let consumer = group.consumer();
     let health = consumer.health();
     let running = tokio::spawn(consumer.run(|_: Delivery<u64>| std::future::pending::<()>()));
-    eventually("its handlers run", async || health.snapshot().in_flight == 16).await;
+    until("its handlers run", SECONDS, async || health.snapshot().in_flight == 16).await;
     running.abort();
-    eventually("it has stopped", async || {
+    until("it has stopped", SECONDS, async || {
         let health = health.snapshot();
         health.activity == Activity::Stopped && health.in_flight == 0
     })

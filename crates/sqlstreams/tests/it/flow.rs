@@ -10,8 +10,7 @@ use sqlstreams::{
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
-use crate::support::{client, connect, count, database, numbers};
-use crate::transactions::until;
+use crate::support::{client, connect, count, database, eventually, numbers};
 
 /// How many handlers run, and how many did at most.
 #[derive(Debug, Default)]
@@ -118,7 +117,7 @@ async fn max_in_flight_is_kept_over_all_consumers() {
     }
     let auditor = Auditor::start(&url).await;
     // Two of three would do; each takes what it can run, so all of them have something.
-    until(async || handled.load(Ordering::SeqCst) > 300).await;
+    eventually(async || handled.load(Ordering::SeqCst) > 300).await;
     assert_eq!(gauge.most(), 6);
     // What failed does not wait for the end of the backlog.
     assert!(retried.load(Ordering::SeqCst) > 0);
@@ -126,24 +125,24 @@ async fn max_in_flight_is_kept_over_all_consumers() {
     for consumer in consumers.drain(..2) {
         consumer.abort();
     }
-    until(async || gauge.most() == 4).await;
+    eventually(async || gauge.most() == 4).await;
     start(&mut consumers).await;
-    until(async || gauge.most() == 6).await;
+    eventually(async || gauge.most() == 6).await;
     assert_eq!(auditor.most.load(Ordering::SeqCst), 6);
     drop(auditor);
 
     alter(&client, 2).await;
     let db = connect(&url).await;
-    until(async || count(&db, LEASED).await <= 2).await;
+    eventually(async || count(&db, LEASED).await <= 2).await;
     gauge.most();
     let auditor = Auditor::start(&url).await;
     let before = handled.load(Ordering::SeqCst);
-    until(async || handled.load(Ordering::SeqCst) > before + 50).await;
+    eventually(async || handled.load(Ordering::SeqCst) > before + 50).await;
     assert_eq!((gauge.most(), auditor.most.load(Ordering::SeqCst)), (2, 2));
     drop(auditor);
 
     alter(&client, 0).await;
-    until(async || gauge.most() == 8).await;
+    eventually(async || gauge.most() == 8).await;
     stop.cancel();
     for consumer in consumers {
         consumer.await.unwrap().unwrap();
@@ -238,7 +237,7 @@ async fn limits_that_make_no_sense_are_refused() {
             async {}
         }));
         let expected = if rate < 1.0 { 1 } else { 3 };
-        until(async || handled.load(Ordering::SeqCst) == expected).await;
+        eventually(async || handled.load(Ordering::SeqCst) == expected).await;
         sleep(Duration::from_millis(200)).await;
         stop.cancel();
         running.await.unwrap().unwrap();
@@ -276,13 +275,13 @@ async fn a_paused_group_starts_nothing_until_it_is_resumed() {
     let group = stream.group("g").lease(Duration::from_secs(2)).create().await.unwrap();
     let (gauge, started) = (Arc::new(Gauge::default()), Arc::new(AtomicUsize::new(0)));
     let mut consumers: Vec<_> = (0..2).map(|_| slow_consumer(&group, &gauge, &started)).collect();
-    until(async || started.load(Ordering::SeqCst) > 20).await;
+    eventually(async || started.load(Ordering::SeqCst) > 20).await;
 
     group.pause().await.unwrap();
     group.pause().await.unwrap();
     let now_paused = async |health: &sqlstreams::Health| {
-        until(async || health.snapshot().activity == Activity::Paused).await;
-        until(async || gauge.now.load(Ordering::SeqCst) == 0).await;
+        eventually(async || health.snapshot().activity == Activity::Paused).await;
+        eventually(async || gauge.now.load(Ordering::SeqCst) == 0).await;
     };
     for (_, health, _) in &consumers {
         now_paused(health).await;
@@ -313,7 +312,7 @@ async fn a_paused_group_starts_nothing_until_it_is_resumed() {
     group.resume().await.unwrap();
     group.resume().await.unwrap();
     let resolved = "SELECT sqlstreams.is_resolved(1, 1, 400)::int::bigint";
-    until(async || count(&db, resolved).await == 1).await;
+    eventually(async || count(&db, resolved).await == 1).await;
     stop.cancel();
     running.await.unwrap().unwrap();
     assert_eq!(started.load(Ordering::SeqCst), 400, "some were done twice");
@@ -338,10 +337,10 @@ async fn a_paused_group_tries_nothing_again() {
         let fails = failing.load(Ordering::SeqCst);
         async move { if fails { Err("not yet") } else { Ok(()) } }
     }));
-    until(async || calls.load(Ordering::SeqCst) > 10).await;
+    eventually(async || calls.load(Ordering::SeqCst) > 10).await;
     group.pause().await.unwrap();
-    until(async || health.snapshot().activity == Activity::Paused).await;
-    until(async || health.snapshot().in_flight == 0).await;
+    eventually(async || health.snapshot().activity == Activity::Paused).await;
+    eventually(async || health.snapshot().in_flight == 0).await;
     let at_pause = calls.load(Ordering::SeqCst);
     sleep(Duration::from_millis(500)).await;
     assert_eq!(calls.load(Ordering::SeqCst), at_pause);

@@ -3,9 +3,9 @@
 use std::time::{Duration, SystemTime};
 
 use crate::child::Process;
-use crate::journal::{Script, What, until};
+use crate::journal::{Script, What};
 use crate::scene::Scene;
-use crate::support::count;
+use crate::support::{count, until};
 
 const LEASE: Duration = Duration::from_secs(2);
 
@@ -27,15 +27,21 @@ async fn a_frozen_consumer_is_cancelled_and_what_it_says_late_is_refused() {
         scene.produce(payloads.clone()).await;
         let (first, last) = (payloads.start, payloads.end);
         let these = |what| scene.journal.payloads(1, what).range(first..last).count() as u64;
-        until("it has them in hand", 30, async || these(What::Started) == MESSAGES).await;
+        until("it has them in hand", Duration::from_secs(30), async || {
+            these(What::Started) == MESSAGES
+        })
+        .await;
         frozen.freeze();
         let other = scene.local(2, MESSAGES as usize, Script::Work(3_000)).await;
-        until("another has them in hand", 30, async || {
+        until("another has them in hand", Duration::from_secs(30), async || {
             scene.journal.payloads(2, What::Started).range(first..last).count() as u64 == MESSAGES
         })
         .await;
         frozen.thaw();
-        until("it is cancelled", 30, async || these(What::Cancelled) == MESSAGES).await;
+        until("it is cancelled", Duration::from_secs(30), async || {
+            these(What::Cancelled) == MESSAGES
+        })
+        .await;
         scene.until_resolved(30).await;
         handled_elsewhere += other.stop().await.handled;
         let rows = "SELECT count(*) FROM sqlstreams.exception_queue_1";
@@ -55,7 +61,7 @@ async fn tb_034_a_limit_of_one_holds_while_consumers_are_frozen() {
     scene.stream.group("g").max_in_flight(1).open().await.unwrap();
     let consumers = [1, 2, 3].map(|number| scene.process(number, 2, Script::Work(20)));
     let started = || scene.journal.of(What::Started).len();
-    until("they work", 30, async || started() > 10).await;
+    until("they work", Duration::from_secs(30), async || started() > 10).await;
     let mut freezes: Vec<(u32, SystemTime, SystemTime)> = Vec::new();
     let mut samples = 0;
     for round in 0..rounds() * 2 {
@@ -75,7 +81,7 @@ async fn tb_034_a_limit_of_one_holds_while_consumers_are_frozen() {
         }
         victim.thaw();
         freezes.push((number, from, SystemTime::now()));
-        until("the others go on", 30, async || started() > before + 5).await;
+        until("the others go on", Duration::from_secs(30), async || started() > before + 5).await;
     }
     println!("{samples} looks, {} messages were started", started());
     for consumer in consumers {

@@ -8,8 +8,8 @@ use std::time::Duration;
 use sqlstreams::Client;
 
 use crate::proxy::Proxy;
-use crate::support::database;
-use crate::until::{Running, until};
+use crate::running::Running;
+use crate::support::{database, until};
 
 /// So many statements are within the budget of so many seconds.
 const PER_SECOND: usize = 2;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use sqlstreams::{Client, Delivery, RetryPolicy};
 
 use crate::plain::installed;
-use crate::support::{connect, count, database, numbers};
+use crate::support::{connect, count, database, mostly, numbers};
 
 #[tokio::test]
 async fn every_consuming_function_refuses_an_old_snapshot() {
@@ -70,20 +70,7 @@ async fn tb_140_the_crate_works_where_serializable_is_the_default() {
     let policy = RetryPolicy::attempts(2).backoff(Duration::ZERO, 1.0, Duration::ZERO);
     let group = stream.group("g").retry(policy).create().await.unwrap();
     let handled = Arc::new(AtomicU32::new(0));
-    let consumers = (0..3).map(|_| {
-        let handled = handled.clone();
-        group.consumer().until_caught_up().run(move |message: Delivery<u64>| {
-            let handled = handled.clone();
-            async move {
-                match (message.payload % 100, message.attempt()) {
-                    (0, _) => return Err("always"),
-                    (1, 1) => return Err("once"),
-                    _ => handled.fetch_add(1, Ordering::SeqCst),
-                };
-                Ok(())
-            }
-        })
-    });
+    let consumers = (0..3).map(|_| group.consumer().until_caught_up().run(mostly(&handled)));
     for consumed in futures_util::future::join_all(consumers).await {
         consumed.unwrap();
     }

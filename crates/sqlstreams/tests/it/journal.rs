@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 use futures_util::future::BoxFuture;
 use sqlstreams::Delivery;
@@ -118,13 +118,4 @@ pub async fn act(
     }
     note(What::Done);
     Ok(())
-}
-
-/// Waits until something holds, and fails after so many seconds.
-pub async fn until(what: &str, seconds: u64, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(seconds);
-    while !holds().await {
-        assert!(Instant::now() < deadline, "waited {seconds} s until {what}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
 }

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use sqlstreams::{CancellationToken, Client, Delivery};
 
 use crate::child::Process;
-use crate::journal::{Script, What, until};
+use crate::journal::{Script, What};
 use crate::plain::{Lease, Plain, ids_of, installed};
 use crate::scene::Scene;
-use crate::support::{client, connect, count, database, numbers};
+use crate::support::{client, connect, count, database, numbers, until};
 
 const LEASE: Duration = Duration::from_secs(1);
 
@@ -43,7 +43,7 @@ async fn tb_042_each_group_has_its_own_lease_and_no_handler_a_limit() {
         });
         consumers.push((group.clone(), lease, tokio::spawn(consumer)));
     }
-    until("both run", 30, async || runs.load(Ordering::SeqCst) == 2).await;
+    until("both run", Duration::from_secs(30), async || runs.load(Ordering::SeqCst) == 2).await;
     // Renewed some times meanwhile.
     tokio::time::sleep(LEASE * 2).await;
     for (group, lease, _) in &consumers {
@@ -55,7 +55,7 @@ async fn tb_042_each_group_has_its_own_lease_and_no_handler_a_limit() {
             "{left} s of {lease} s are left"
         );
     }
-    until("both are done", 30, async || {
+    until("both are done", Duration::from_secs(30), async || {
         count(&db, "SELECT count(*) FROM sqlstreams.consumer_lease_1").await == 0
     })
     .await;
@@ -135,7 +135,7 @@ async fn tb_037_what_waits_for_a_handler_does_not_expire() {
         }
     }));
     let started = || scene.journal.of(What::Started).len() as u64;
-    until("it is slow", 60, async || started() > FAST).await;
+    until("it is slow", Duration::from_secs(60), async || started() > FAST).await;
     let other = scene.local(2, 1, Script::Work(0)).await;
     scene.until_resolved(60).await;
     stop.cancel();

@@ -36,6 +36,7 @@ mod proxy;
 mod restarts;
 mod retry;
 mod rotation;
+mod running;
 mod scene;
 mod schema;
 mod shutdown;
@@ -44,5 +45,5 @@ mod surplus;
 mod tokens;
 mod transactions;
 mod unrelated;
-mod until;
+
 mod wake;

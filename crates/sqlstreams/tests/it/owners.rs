@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use sqlstreams::{CancellationToken, Client, RetryPolicy};
 
-use crate::journal::{Script, What, until};
+use crate::journal::{Script, What};
 use crate::scene::Scene;
+use crate::support::until;
 
 /// So long that whoever waits for its end fails the test.
 const LONG: Duration = Duration::from_secs(60);
@@ -21,14 +22,17 @@ async fn tb_047_what_a_killed_process_had_in_hand_is_handled_elsewhere_at_once()
     let victim = scene.process(1, 500, Script::HangFrom(500));
     scene.until_resolved(30).await;
     scene.produce(500..1000).await;
-    until("500 are in flight", 30, async || scene.journal.of(What::Started).len() == 1000).await;
+    until("500 are in flight", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 1000
+    })
+    .await;
     let survivor = scene.local(2, 16, Script::Work(0)).await;
     tokio::time::sleep(SETTLED).await;
     assert!(scene.journal.payloads(2, What::Started).is_empty(), "the victim lives");
 
     victim.kill();
     let killed = Instant::now();
-    until("all are handled elsewhere", 30, async || {
+    until("all are handled elsewhere", Duration::from_secs(30), async || {
         scene.journal.payloads(2, What::Done).len() == 500
     })
     .await;
@@ -45,7 +49,10 @@ async fn tb_047_what_a_killed_process_had_in_hand_is_handled_elsewhere_at_once()
 async fn a_killed_process_is_noticed_by_a_busy_one() {
     let scene = Scene::new("busy", 50, LONG).await;
     let victim = scene.process(1, 50, Script::HangFrom(0));
-    until("50 are in flight", 30, async || scene.journal.of(What::Started).len() == 50).await;
+    until("50 are in flight", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 50
+    })
+    .await;
     let stop = CancellationToken::new();
     let mut consumers = Vec::new();
     for name in ["g", "h"] {
@@ -69,7 +76,7 @@ async fn a_killed_process_is_noticed_by_a_busy_one() {
     tokio::time::sleep(SETTLED).await;
     victim.kill();
     let killed = Instant::now();
-    until("all are handled elsewhere", 30, async || {
+    until("all are handled elsewhere", Duration::from_secs(30), async || {
         scene.journal.payloads(2, What::Done).range(..50).count() == 50
     })
     .await;
@@ -88,7 +95,10 @@ async fn a_killed_process_is_noticed_by_a_busy_one() {
 async fn tb_045_a_process_that_is_started_again_gets_what_its_predecessor_had() {
     let scene = Scene::new("again", 20, LONG).await;
     let victim = scene.process(1, 20, Script::HangFrom(0));
-    until("20 are in flight", 30, async || scene.journal.of(What::Started).len() == 20).await;
+    until("20 are in flight", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 20
+    })
+    .await;
     victim.kill();
     let killed = Instant::now();
     let successor = scene.process(2, 20, Script::Work(0));
@@ -104,7 +114,10 @@ async fn tb_051_what_a_killed_process_had_in_hand_does_not_fill_the_limit() {
     let scene = Scene::new("limited", 20, Duration::from_secs(2)).await;
     scene.stream.group("g").max_in_flight(5).open().await.unwrap();
     let victim = scene.process(1, 8, Script::HangFrom(0));
-    until("the limit is reached", 30, async || scene.journal.of(What::Started).len() == 5).await;
+    until("the limit is reached", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 5
+    })
+    .await;
     let survivor = scene.local(2, 8, Script::Work(5)).await;
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert_eq!(scene.journal.of(What::Started).len(), 5, "the limit holds");
@@ -119,7 +132,10 @@ async fn tb_056_a_limit_that_is_raised_lets_messages_pass_at_once() {
     let scene = Scene::new("raised", 20, Duration::from_secs(15)).await;
     scene.stream.group("g").max_in_flight(5).open().await.unwrap();
     let victim = scene.process(1, 8, Script::HangFrom(0));
-    until("the limit is reached", 30, async || scene.journal.of(What::Started).len() == 5).await;
+    until("the limit is reached", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 5
+    })
+    .await;
     victim.kill();
     let client = Client::builder(&scene.place.url).listener(false).connect().await.unwrap();
     let survivor = scene.local_through(client, 2, 8, Script::Work(5)).await;
@@ -128,7 +144,7 @@ async fn tb_056_a_limit_that_is_raised_lets_messages_pass_at_once() {
 
     scene.stream.group("g").max_in_flight(50).open().await.unwrap();
     let done = || scene.journal.payloads(2, What::Done).len();
-    until("the others pass", 8, async || done() == 15).await;
+    until("the others pass", Duration::from_secs(8), async || done() == 15).await;
     // And in the end the rest as well, without anybody's help.
     scene.until_resolved(40).await;
     assert_eq!(survivor.stop().await.handled, 20);

@@ -9,8 +9,7 @@ use sqlstreams::{Client, Delivery, Outgoing, Transaction};
 use tokio::sync::Barrier;
 use tokio::time::timeout;
 
-use crate::support::{connect, count, database, numbers};
-use crate::until::until;
+use crate::support::{connect, count, database, numbers, until};
 
 /// Far more than any of this takes, far less than for ever.
 const NOT_FOR_EVER: Duration = Duration::from_secs(90);

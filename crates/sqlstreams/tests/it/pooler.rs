@@ -8,7 +8,7 @@ use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use sqlstreams::{
@@ -16,8 +16,8 @@ use sqlstreams::{
     Transaction,
 };
 
-use crate::support::{cluster, connect, count, database};
-use crate::until::{Running, until};
+use crate::running::Running;
+use crate::support::{cluster, connect, count, database, mostly, until};
 
 /// A PgBouncer of our own. Its shell ends it when this value or this process goes, whichever way.
 struct Pooler {
@@ -121,21 +121,9 @@ async fn tb_068_all_of_it_works_with_two_pooled_connections_and_with_twenty() {
         let producer = there.producer();
         let sending = numbers[1_900..].iter().map(|n| producer.send(n).into_future());
         futures_util::future::try_join_all(sending).await.unwrap();
-        let handled = Arc::new(AtomicU64::new(0));
-        let consumers = [&group, &group_there, &group].map(|group| {
-            let handled = handled.clone();
-            group.consumer().until_caught_up().run(move |message: Delivery<u64>| {
-                let handled = handled.clone();
-                async move {
-                    match (message.payload % 100, message.attempt()) {
-                        (0, _) => return Err("always"),
-                        (1, 1) => return Err("once"),
-                        _ => handled.fetch_add(1, Ordering::SeqCst),
-                    };
-                    Ok(())
-                }
-            })
-        });
+        let handled = Arc::new(AtomicU32::new(0));
+        let consumers = [&group, &group_there, &group]
+            .map(|group| group.consumer().until_caught_up().run(mostly(&handled)));
         for consumed in futures_util::future::join_all(consumers).await {
             consumed.unwrap();
         }

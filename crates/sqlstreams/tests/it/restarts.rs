@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use sqlstreams::Client;
 use sqlstreams_dev::{Cluster, StopMode};
 
-use crate::journal::{Script, What, until};
+use crate::journal::{Script, What};
 use crate::proxy::{Cut, Place, Proxy, Statement};
 use crate::scene::Scene;
-use crate::support::count;
+use crate::support::{count, until};
 
 /// A cluster of the test's own, which it may restart.
 async fn cluster() -> Arc<Cluster> {
@@ -44,7 +44,10 @@ async fn is_cancelled_in_time(
     let proxy = Proxy::start(&scene.place.url).await;
     let client = Client::connect(&proxy.url).await.unwrap();
     let first = scene.local_through(client, 1, 8, script).await;
-    until("it has them in hand", 30, async || scene.journal.of(What::Started).len() == 8).await;
+    until("it has them in hand", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 8
+    })
+    .await;
     let second = scene.local(2, 8, Script::Work(0)).await;
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(scene.journal.of(What::Started).len(), 8, "while it renews them, they are its own");
@@ -92,7 +95,7 @@ async fn tb_040_a_restart_under_running_handlers_repeats_nothing() {
         consumers.push(scene.local(number, 8, Script::Work(8_000)).await);
     }
     let started = || scene.journal.of(What::Started).len();
-    until("all of them work", 30, async || started() == 24).await;
+    until("all of them work", Duration::from_secs(30), async || started() == 24).await;
     // Until each may judge others.
     tokio::time::sleep(Duration::from_millis(5500)).await;
     let slow = ["become_owner", "extend"];
@@ -120,12 +123,15 @@ async fn tb_053_a_server_that_crashes_in_the_middle_of_a_take_over() {
     let cluster = cluster().await;
     let scene = Scene::at(cluster.url("postgres"), "takeover", 250, Duration::from_secs(2)).await;
     let victim = scene.process(1, 250, Script::HangFrom(0));
-    until("250 are in flight", 30, async || scene.journal.of(What::Started).len() == 250).await;
+    until("250 are in flight", Duration::from_secs(30), async || {
+        scene.journal.of(What::Started).len() == 250
+    })
+    .await;
     victim.kill();
     let survivors =
         [scene.local(2, 8, Script::Work(20)).await, scene.local(3, 8, Script::Work(20)).await];
     let taken = || scene.journal.of(What::Started).len() - 250;
-    until("the take-over begins", 60, async || taken() > 0).await;
+    until("the take-over begins", Duration::from_secs(60), async || taken() > 0).await;
     tokio::time::sleep(Duration::from_millis(200)).await;
     println!("{} of 250 were taken over before the crash", taken());
     restart(&cluster, true).await;
@@ -148,7 +154,8 @@ async fn settles_in_the_end(name: &'static str, cut: Cut) {
     let client = Client::connect(&proxy.url).await.unwrap();
     // All of it is claimed before the trouble begins.
     let consumer = scene.local_through(client, 1, 50, Script::Work(1000)).await;
-    until("all run", 30, async || scene.journal.of(What::Started).len() == 50).await;
+    until("all run", Duration::from_secs(30), async || scene.journal.of(What::Started).len() == 50)
+        .await;
     let left = AtomicUsize::new(3);
     proxy.set(move |statement| {
         let settles = ["advance", "extend"].iter().any(|word| has_word(statement, word));
@@ -180,7 +187,8 @@ async fn tb_052_a_settle_whose_answer_is_lost_is_retried() {
 async fn tb_052_a_settle_that_the_server_refuses_is_retried() {
     let scene = Scene::new("refused", 50, Duration::from_secs(60)).await;
     let consumer = scene.local(1, 50, Script::Work(500)).await;
-    until("all run", 30, async || scene.journal.of(What::Started).len() == 50).await;
+    until("all run", Duration::from_secs(30), async || scene.journal.of(What::Started).len() == 50)
+        .await;
     let refuse = "CREATE SEQUENCE refused;
          CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
          BEGIN
@@ -189,7 +197,7 @@ async fn tb_052_a_settle_that_the_server_refuses_is_retried() {
          END $$;
          CREATE TRIGGER refuse BEFORE DELETE ON sqlstreams.consumer_lease_1 FOR EACH STATEMENT EXECUTE FUNCTION refuse()";
     scene.db.batch_execute(refuse).await.unwrap();
-    until("it was refused", 30, async || {
+    until("it was refused", Duration::from_secs(30), async || {
         count(&scene.db, "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM refused").await
             >= 3
     })

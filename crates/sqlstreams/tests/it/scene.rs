@@ -6,8 +6,8 @@ use sqlstreams::{CancellationToken, Client, Consumed, Group, Outgoing, Stream};
 use tokio::task::JoinHandle;
 
 use crate::child::{Place, Process};
-use crate::journal::{Journal, Script, until};
-use crate::support::{client_at, count, database, numbers};
+use crate::journal::{Journal, Script};
+use crate::support::{client_at, count, database, numbers, until};
 
 /// A stream with a group, consumers of which run here and in other processes.
 pub struct Scene {
@@ -78,7 +78,10 @@ impl Scene {
     }
 
     pub async fn until_resolved(&self, seconds: u64) {
-        until("everything is resolved", seconds, async || self.is_resolved().await).await;
+        until("everything is resolved", Duration::from_secs(seconds), async || {
+            self.is_resolved().await
+        })
+        .await;
     }
 
     /// How many messages leases hold.

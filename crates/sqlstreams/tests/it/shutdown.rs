@@ -8,9 +8,9 @@ use sqlstreams::{Budget, CancellationToken, ConsumerBuilder, Health};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use crate::journal::{Script, What, until};
+use crate::journal::{Script, What};
 use crate::scene::Scene;
-use crate::support::count;
+use crate::support::{count, until};
 
 /// So long that whoever waits for its end fails the test.
 const LONG: Duration = Duration::from_secs(60);
@@ -67,7 +67,10 @@ async fn what_does_not_run_is_handed_back_at_once(
     first.stop.cancel();
     let stopped = Instant::now();
     let elsewhere = || scene.journal.payloads(2, What::Done).len();
-    until("the rest is handled elsewhere", 20, async || elsewhere() == held - 10).await;
+    until("the rest is handled elsewhere", Duration::from_secs(20), async || {
+        elsewhere() == held - 10
+    })
+    .await;
     println!("{} were handled elsewhere {:?} after the stop", held - 10, stopped.elapsed());
     assert!(!first.running.is_finished(), "ten handlers run");
     first.gate.add_permits(10);
@@ -90,7 +93,7 @@ async fn tb_161_what_waits_in_a_stopping_consumer_is_handed_back_at_once() {
     let first = Gated::start(&scene, scene.group.consumer().concurrency(10), FAST);
     scene.until_resolved(60).await;
     scene.produce(FAST..FAST + 110).await;
-    until("it holds them", 30, async || first.in_hand() == (110, 10)).await;
+    until("it holds them", Duration::from_secs(30), async || first.in_hand() == (110, 10)).await;
     what_does_not_run_is_handed_back_at_once(&scene, first, FAST..FAST + 110).await;
 }
 
@@ -100,7 +103,7 @@ async fn tb_161_what_waits_for_the_budget_is_handed_back_at_once() {
     let scene = Scene::new("budget", 100, LONG).await;
     let consumer = scene.group.consumer().concurrency(100).budget(&Budget::new(10));
     let first = Gated::start(&scene, consumer, 0);
-    until("it holds them", 30, async || first.in_hand() == (100, 10)).await;
+    until("it holds them", Duration::from_secs(30), async || first.in_hand() == (100, 10)).await;
     what_does_not_run_is_handed_back_at_once(&scene, first, 0..100).await;
 }
 
@@ -146,7 +149,7 @@ async fn a_rolling_restart_repeats_nothing_and_delays_nothing() {
     let done = |number| scene.journal.payloads(number, What::Done).len();
     for round in 0..2 {
         for (number, consumer) in (1 + round * 3..).zip(&mut consumers) {
-            until("the next one works", 30, async || done(number) > 50).await;
+            until("the next one works", Duration::from_secs(30), async || done(number) > 50).await;
             let old = std::mem::replace(consumer, start(number + 3));
             let handled = old.stop().await;
             assert_eq!(handled, done(number) as u64, "it tells of all that it finished");
@@ -198,7 +201,7 @@ async fn a_stop_that_is_aborted_drops_its_handlers() {
     let abort = CancellationToken::new();
     let consumer = scene.group.consumer().concurrency(8).shutdown_timeout(LONG * 10);
     let first = Gated::start(&scene, consumer.abort_on(abort.clone()), 0);
-    until("they run", 30, async || first.in_hand().1 == 8).await;
+    until("they run", Duration::from_secs(30), async || first.in_hand().1 == 8).await;
     first.stop.cancel();
     tokio::time::sleep(Duration::from_secs(1)).await;
     assert!(!first.running.is_finished(), "a graceful stop waits for its handlers");
@@ -211,7 +214,7 @@ async fn a_stop_that_takes_too_long_drops_its_handlers() {
     let scene = Scene::new("timeout", 20, LONG).await;
     let consumer = scene.group.consumer().concurrency(8).shutdown_timeout(Duration::from_secs(1));
     let first = Gated::start(&scene, consumer, 0);
-    until("they run", 30, async || first.in_hand().1 == 8).await;
+    until("they run", Duration::from_secs(30), async || first.in_hand().1 == 8).await;
     first.stop.cancel();
     unfinished_ones_are_handed_back(&scene, first, Duration::from_secs(10)).await;
 }

@@ -1,9 +1,12 @@
 //! What the tests share: a cluster, a database per test, and streams in it.
 
-use std::sync::OnceLock;
+use std::future::{Ready, ready};
+use std::panic::Location;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
-use sqlstreams::{Client, Stream};
+use sqlstreams::{Client, Delivery, Stream};
 use sqlstreams_dev::Cluster;
 
 /// The cluster of this test run. Its watchdog removes it when the process ends.
@@ -52,11 +55,35 @@ pub async fn count(db: &tokio_postgres::Client, sql: &str) -> i64 {
     db.query_one(sql, &[]).await.unwrap().get(0)
 }
 
-/// Waits until something holds, for up to half a minute.
-pub async fn eventually(what: &str, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = tokio::time::Instant::now() + std::time::Duration::from_secs(30);
-    while !holds().await {
-        assert!(tokio::time::Instant::now() < deadline, "not within 30 s: {what}");
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+/// A handler that counts what it handles. Of each hundred messages one always fails, and one the first time.
+pub fn mostly(
+    handled: &Arc<AtomicU32>,
+) -> impl Fn(Delivery<u64>) -> Ready<Result<(), &'static str>> + use<> {
+    let handled = handled.clone();
+    move |message| {
+        ready(match (message.payload % 100, message.attempt()) {
+            (0, _) => Err("always"),
+            (1, 1) => Err("once"),
+            _ => {
+                handled.fetch_add(1, Ordering::SeqCst);
+                Ok(())
+            }
+        })
     }
+}
+
+/// Looks again and again until something holds; fails after so long.
+pub async fn until(what: &str, limit: Duration, mut holds: impl AsyncFnMut() -> bool) {
+    let deadline = Instant::now() + limit;
+    while !holds().await {
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// The same for half a minute, where the place in the test says enough.
+#[track_caller]
+pub fn eventually(holds: impl AsyncFnMut() -> bool) -> impl Future<Output = ()> {
+    let place = Location::caller();
+    async move { until(&place.to_string(), Duration::from_secs(30), holds).await }
 }

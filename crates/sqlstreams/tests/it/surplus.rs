@@ -7,7 +7,9 @@ use std::time::Duration;
 use sqlstreams::{CancellationToken, Client, Delivery, Outgoing};
 use tokio::sync::Semaphore;
 
-use crate::support::{connect, count, database, eventually};
+use crate::support::{connect, count, database, until};
+
+const SECONDS: Duration = Duration::from_secs(30);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_waits_behind_slow_handlers_goes_to_others() {
@@ -40,10 +42,10 @@ async fn what_waits_behind_slow_handlers_goes_to_others() {
         (health, running)
     };
     send(0..30_000).await;
-    eventually("the first has done all", async || done.load(Ordering::Relaxed) == 30_000).await;
+    until("the first has done all", SECONDS, async || done.load(Ordering::Relaxed) == 30_000).await;
     slow.store(true, Ordering::Relaxed);
     send(0..10_000).await;
-    eventually("the first holds many", async || first.0.snapshot().held > 1_000).await;
+    until("the first holds many", SECONDS, async || first.0.snapshot().held > 1_000).await;
 
     let second = {
         let done = done.clone();
@@ -56,14 +58,14 @@ async fn what_waits_behind_slow_handlers_goes_to_others() {
         }))
     };
     let most = || done.load(Ordering::Relaxed) >= 40_000 - 100;
-    eventually("the second has done the rest", async || most()).await;
+    until("the second has done the rest", SECONDS, async || most()).await;
     assert_eq!(first.0.snapshot().in_flight, 16);
 
     // What the first kept is done by it, and by nobody else.
     gate.add_permits(1_000);
     let db = connect(&url).await;
     let left = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
-    eventually("no lease is left", async || count(&db, left).await == 0).await;
+    until("no lease is left", SECONDS, async || count(&db, left).await == 0).await;
     stop.cancel();
     first.1.await.unwrap().unwrap();
     second.await.unwrap().unwrap();

@@ -8,7 +8,7 @@ use sqlstreams::{CancellationToken, Client, Delivery, Outcome, RetryPolicy, Tran
 use tokio::sync::oneshot;
 
 use crate::plain::installed;
-use crate::support::{client, connect, count, database, numbers};
+use crate::support::{client, connect, count, database, eventually, numbers};
 
 const EFFECT: &str = "CREATE TABLE effect (message bigint NOT NULL, attempt int NOT NULL)";
 
@@ -315,10 +315,10 @@ async fn a_batch_that_loses_one_of_its_leases_is_done_again() {
         for n in 1..3 {
             stream.producer().send(&n).await.unwrap();
             let leases = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
-            until(async || count(&db, leases).await == n as i64 + 1).await;
+            eventually(async || count(&db, leases).await == n as i64 + 1).await;
         }
         release.add_permits(100);
-        until(async || count(&db, "SELECT count(*) FROM effect").await == 3).await;
+        eventually(async || count(&db, "SELECT count(*) FROM effect").await == 3).await;
         stop.cancel();
         let consumed = running.await.unwrap().unwrap();
         assert_eq!((consumed.handled, consumed.failed), (3, 0), "{stolen}");
@@ -493,14 +493,5 @@ async fn what_a_late_commit_has_settled_is_over_wherever_it_is() {
             let sql = format!("SELECT count(*) FROM sqlstreams.{table}");
             assert_eq!(count(&plain.db, &sql).await, 0, "{found:?}: {table}");
         }
-    }
-}
-
-/// Polls until something is so, for 30 s at most.
-pub async fn until(is_so: impl AsyncFn() -> bool) {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
-    while !is_so().await {
-        assert!(tokio::time::Instant::now() < deadline, "not so after 30 s");
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }

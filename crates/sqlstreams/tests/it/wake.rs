@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use sqlstreams::{Client, MAX_NAME_BYTES, Stream};
 use tokio_postgres::{AsyncMessage, NoTls};
 
-use crate::support::{connect, database};
-use crate::until::{Running, until};
+use crate::running::Running;
+use crate::support::{connect, database, until};
 
 /// A stream, as known to a client that consumes and to one that only produces.
 async fn two_clients(url: &str) -> (Stream<u64>, Stream<u64>) {

@@ -1,19 +1,10 @@
-//! Waiting for something to become true, and consumers that tell what they handle.
+//! Consumers that tell what they handle.
 
 use std::time::{Duration, Instant};
 
 use sqlstreams::{CancellationToken, Consumed, Delivery, Group, Health};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
-
-/// Looks again and again; panics when it takes too long.
-pub async fn until(what: &str, limit: Duration, mut holds: impl AsyncFnMut() -> bool) {
-    let deadline = Instant::now() + limit;
-    while !holds().await {
-        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-}
 
 /// A consumer in a task, that passes on what it handles.
 pub struct Running {
