@@ -15,6 +15,7 @@ use tokio_postgres::types::ToSql;
 
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
+use crate::consume::Places;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
@@ -47,8 +48,8 @@ pub(crate) struct Inner {
     pub(crate) connector: Connector,
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
-    /// Connections that handlers' transactions may hold: one is always left for the bookkeeping.
-    pub(crate) transactions: Arc<Semaphore>,
+    /// For handlers' transactions: one connection is always left for the bookkeeping.
+    pub(crate) places: Places,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -335,7 +336,7 @@ impl ClientBuilder {
                 connector,
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
-                transactions: Arc::new(Semaphore::new(self.pool_size - 1)),
+                places: Places::new(self.pool_size - 1),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

@@ -91,8 +91,7 @@ queries! {
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],
         read_messages: [INT8_ARRAY],
-        settle_first: [INT8, INT8, TEXT],
-        settle_last: [INT8, UUID, INT8, TEXT],
+        settle_message: [INT8, INT8, UUID, INT8, TEXT],
     }
 }
 

@@ -104,6 +104,7 @@ BEGIN
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
         'consumer_done_' || n);
 
+    PERFORM make_stream_functions(n);
     PERFORM ensure_partitions(n);
     PERFORM alter_stream(n, p_notify);
     RETURN n;
@@ -139,6 +140,7 @@ BEGIN
                    'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream, 'message_log_' || p_stream);
     EXECUTE format('DROP TABLE %I, %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
                    'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream);
+    PERFORM drop_stream_functions(p_stream);
     DELETE FROM stream WHERE id = p_stream;
     INSERT INTO audit (action, stream_name) VALUES ('drop_stream', s.name);
 END $$;

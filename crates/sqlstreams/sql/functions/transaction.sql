@@ -34,7 +34,7 @@ BEGIN
         USING p_group, ids;
     GET DIAGNOSTICS hits = ROW_COUNT;
     IF hits < wanted THEN
-        PERFORM refuse_repeated(wanted - hits);
+        PERFORM refuse_settled(wanted - hits);
     END IF;
 
     IF p_exceptions THEN
@@ -48,28 +48,24 @@ BEGIN
             PERFORM refuse_lost();
         END IF;
     ELSE
-        PERFORM require_held(p_stream, p_group, p_token, ids, p_mark);
+        PERFORM require_held(p_stream, p_group, p_token, ids);
     END IF;
 END $$;
 
--- Whether these messages are pending in the caller's lease, and this is the transaction that was lent; else an error. Clients
--- that settle one message at a time insert its row themselves and call this only if a look of their own, in a statement
--- after that, does not find it so: queries/settle_first.sql, queries/settle_last.sql.
-CREATE OR REPLACE FUNCTION require_held(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[], p_mark text) RETURNS boolean
+-- Refuses to go on unless these messages are pending in the caller's lease.
+CREATE OR REPLACE FUNCTION require_held(p_stream bigint, p_group bigint, p_token uuid, p_ids bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     pending int8multirange;
 BEGIN
-    PERFORM require_lent(p_mark);
     pending := lease_pending(p_stream, p_group, p_token);
-    IF NOT EXISTS (SELECT FROM unnest(p_ids) AS i WHERE (pending @> i) IS NOT TRUE) THEN
-        RETURN true;
+    IF EXISTS (SELECT FROM unnest(p_ids) AS i WHERE (pending @> i) IS NOT TRUE) THEN
+        PERFORM refuse_lost();
     END IF;
-    PERFORM refuse_lost();
 END $$;
 
 CREATE OR REPLACE FUNCTION require_lent(p_mark text) RETURNS void
-LANGUAGE plpgsql VOLATILE AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM require_read_committed();
     IF current_setting('sqlstreams.transaction', true) IS DISTINCT FROM p_mark AND p_mark IS NOT NULL THEN
@@ -85,7 +81,7 @@ BEGIN
         USING ERRCODE = 'SQ008', HINT = 'Roll back: another consumer handles them.';
 END $$;
 
-CREATE OR REPLACE FUNCTION refuse_repeated(p_count bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION refuse_settled(p_count bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     RAISE EXCEPTION 'settled before: % of these messages', p_count

@@ -25,8 +25,12 @@ const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::fro
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Handles the jobs it is given together, and says how each ended.
-pub(crate) type Runner = Arc<dyn Fn(Vec<Job>) -> BoxFuture<Vec<Finished>> + Send + Sync>;
+/// Handles the jobs it is given together, and says how each ended. Handlers that take a transaction get the one that is open, if
+/// there is one; with `more` jobs to come, the runner may leave another one open.
+pub(crate) type Runner = Arc<dyn Fn(Vec<Job>, Option<Open>, bool) -> BoxFuture<Ran> + Send + Sync>;
+
+/// What a runner leaves.
+pub(crate) type Ran = (Vec<Finished>, Option<Open>);
 
 /// A handler of any kind: one outcome for each delivery.
 pub(crate) type Handler<T> =
@@ -113,14 +117,14 @@ where
     C: Codec<T>,
 {
     let run = Arc::new(Run { protocol, names: Arc::new(names), timeout, transactional, handler });
-    Arc::new(move |jobs| {
+    Arc::new(move |jobs, open, more| {
         let run = run.clone();
-        Box::pin(async move { run.run::<C>(jobs).await })
+        Box::pin(async move { run.run::<C>(jobs, open, more).await })
     })
 }
 
 impl<T: Send + 'static> Run<T> {
-    async fn run<C: Codec<T>>(&self, jobs: Vec<Job>) -> Vec<Finished> {
+    async fn run<C: Codec<T>>(&self, jobs: Vec<Job>, open: Option<Open>, more: bool) -> Ran {
         let deadline = self.timeout.map(|limit| Arc::new(Deadline::after(limit)));
         let mut finished = Vec::with_capacity(jobs.len());
         let mut running = Vec::with_capacity(jobs.len());
@@ -146,14 +150,20 @@ impl<T: Send + 'static> Run<T> {
             }
         }
         if running.is_empty() {
-            return finished;
+            return (finished, open);
         }
-        let verdicts = match self.transactional {
+        let (verdicts, open) = match self.transactional {
             false => {
                 let outcomes = self.call(deliveries, None, deadline).await;
-                outcomes.into_iter().map(Verdict::from).collect()
+                (outcomes.into_iter().map(Verdict::from).collect(), None)
             }
-            true => self.call_in_transaction(deliveries, &running, deadline, &over).await,
+            true => {
+                let open = match open {
+                    Some(open) => Ok(Some(open)),
+                    None => self.begin(&over).await,
+                };
+                self.call_in_transaction(deliveries, &running, deadline, &over, open, more).await
+            }
         };
         finished.extend(
             running.into_iter().zip(verdicts).map(|((source, id), verdict)| Finished {
@@ -162,7 +172,7 @@ impl<T: Send + 'static> Run<T> {
                 verdict,
             }),
         );
-        finished
+        (finished, open)
     }
 
     /// One outcome for each delivery, whatever the handler does.
@@ -219,9 +229,11 @@ impl<T: Send + 'static> Run<T> {
         running: &[(Source, i64)],
         deadline: Option<Arc<Deadline>>,
         over: &CancellationToken,
-    ) -> Vec<Verdict> {
-        let all = |verdict: Verdict| vec![verdict; running.len()];
-        let open = match self.begin(over).await {
+        open: Result<Option<Open>>,
+        more: bool,
+    ) -> (Vec<Verdict>, Option<Open>) {
+        let all = |verdict: Verdict| (vec![verdict; running.len()], None);
+        let open = match open {
             Ok(Some(open)) => open,
             Ok(None) => return all(Verdict::cancelled()),
             Err(error) => return all(Outcome::Retry(error.to_string()).into()),
@@ -234,7 +246,7 @@ impl<T: Send + 'static> Run<T> {
         let handled = || running.iter().zip(&outcomes).filter(|(_, o)| **o == Outcome::Done);
         if handled().next().is_none() {
             open.roll_back().await;
-            return outcomes.into_iter().map(Verdict::from).collect();
+            return (outcomes.into_iter().map(Verdict::from).collect(), None);
         }
         let mut messages: Vec<(Source, Vec<i64>)> = Vec::new();
         for ((source, id), _) in handled() {
@@ -243,8 +255,8 @@ impl<T: Send + 'static> Run<T> {
                 None => messages.push((*source, vec![*id])),
             }
         }
-        let committed = open.commit(&self.protocol, &messages, over).await;
-        running
+        let (committed, open) = open.commit(&self.protocol, &messages, over, more).await;
+        let verdicts = running
             .iter()
             .zip(outcomes)
             .map(|((_, id), outcome)| match (&committed, outcome) {
@@ -260,7 +272,8 @@ impl<T: Send + 'static> Run<T> {
                 }
                 (_, outcome) => outcome.into(),
             })
-            .collect()
+            .collect();
+        (verdicts, open)
     }
 }
 

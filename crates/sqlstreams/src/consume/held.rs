@@ -20,8 +20,8 @@ const MARGIN: (u32, Duration) = (8, Duration::from_secs(2));
 /// Where a message came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
-    /// A lease of a range.
-    Lease(Uuid),
+    /// A lease of a range, and where it lay when it was claimed: it may have been moved since.
+    Lease { token: Uuid, seq: i64 },
     /// An exception claimed under this token.
     Exception(Uuid),
 }
@@ -169,7 +169,7 @@ impl Held {
         token: Uuid,
         ids: impl IntoIterator<Item = i64>,
         more: bool,
-    ) -> Option<Arc<Term>> {
+    ) -> Option<(Source, Arc<Term>)> {
         let lease = self.leases.get_mut(&token)?;
         if lease.term.is_over() {
             return None;
@@ -180,7 +180,7 @@ impl Held {
             (true, Some(last)) => lease.fetched_to.max(last + 1),
             (true, None) => lease.fetched_to,
         };
-        Some(lease.term.clone())
+        Some((Source::Lease { token, seq: lease.seq }, lease.term.clone()))
     }
 
     /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
@@ -251,7 +251,7 @@ impl Held {
             return false;
         }
         match source {
-            Source::Lease(token) => {
+            Source::Lease { token, .. } => {
                 if let Some(lease) = self.leases.get_mut(&token) {
                     lease.open.remove(&id);
                     if verdict.outcome != "ok" {
@@ -277,7 +277,7 @@ impl Held {
             return;
         }
         match source {
-            Source::Lease(token) => {
+            Source::Lease { token, .. } => {
                 if let Some(lease) = self.leases.get_mut(&token) {
                     lease.left.insert(id);
                 }
@@ -293,7 +293,7 @@ impl Held {
     /// Whether a message is ours and not given up.
     fn runs(&self, source: Source, id: i64) -> bool {
         match source {
-            Source::Lease(token) => self
+            Source::Lease { token, .. } => self
                 .leases
                 .get(&token)
                 .is_some_and(|l| l.open.contains(&id) && !l.left.contains(&id)),
@@ -306,7 +306,7 @@ impl Held {
     /// Whether a message may be started.
     pub(crate) fn may_start(&self, source: Source, id: i64) -> bool {
         let over = match source {
-            Source::Lease(token) => self.leases.get(&token).is_none_or(|l| l.term.is_over()),
+            Source::Lease { token, .. } => self.leases.get(&token).is_none_or(|l| l.term.is_over()),
             Source::Exception(token) => self.batches.get(&token).is_none_or(|b| b.term.is_over()),
         };
         !over && self.runs(source, id)
@@ -536,7 +536,7 @@ mod tests {
         let (mut held, token) = held(1..11, &[2, 3, 7], false);
         assert_eq!(done(&held), "{[1,2),[4,7),[8,11)}");
         for id in [2, 3, 7] {
-            held.finished(Source::Lease(token), id, Outcome::Done.into());
+            held.finished(Source::Lease { token, seq: 1 }, id, Outcome::Done.into());
         }
         assert!(held.has_news(false));
         let reports = held.news(false);
@@ -555,15 +555,15 @@ mod tests {
     #[test]
     fn failures_are_reported_once_and_never_as_done() {
         let (mut held, token) = held(1..4, &[1, 2, 3], false);
-        held.finished(Source::Lease(token), 2, Outcome::Retry("no".into()).into());
+        held.finished(Source::Lease { token, seq: 1 }, 2, Outcome::Retry("no".into()).into());
         let reports = held.news(false);
         // The failure may be covered by what is done: it is taken out first.
         assert_eq!((reports[0].done.to_string().as_str(), reports[0].failed.len()), ("{[2,3)}", 1));
         assert_eq!(done(&held), "{}");
         held.reported(&reports, &[]);
         assert!(!held.has_news(false));
-        held.finished(Source::Lease(token), 1, Outcome::Done.into());
-        held.finished(Source::Lease(token), 3, Outcome::Done.into());
+        held.finished(Source::Lease { token, seq: 1 }, 1, Outcome::Done.into());
+        held.finished(Source::Lease { token, seq: 1 }, 3, Outcome::Done.into());
         assert_eq!(done(&held), "{[1,2),[3,4)}");
     }
 
@@ -573,7 +573,7 @@ mod tests {
         let (mut held, token) = held(1..1001, &ids, false);
         for id in ids {
             let outcome = if id % 2 == 0 { Outcome::Retry("no".into()) } else { Outcome::Done };
-            held.finished(Source::Lease(token), id, outcome.into());
+            held.finished(Source::Lease { token, seq: 1 }, id, outcome.into());
         }
         let reports = held.news(false);
         assert_eq!(
@@ -589,27 +589,27 @@ mod tests {
         let (mut held, token) = held(1..3, &[1, 2], false);
         let reports = held.progress();
         held.reported(&reports, &[token]);
-        assert!(!held.may_start(Source::Lease(token), 1));
-        held.finished(Source::Lease(token), 1, Outcome::Retry("late".into()).into());
+        assert!(!held.may_start(Source::Lease { token, seq: 1 }, 1));
+        held.finished(Source::Lease { token, seq: 1 }, 1, Outcome::Retry("late".into()).into());
         assert!(held.is_empty() && !held.has_news(false));
     }
 
     #[test]
     fn what_was_dropped_with_a_batch_is_handed_back_though_its_lease_lives() {
         let (mut held, token) = held(1..4, &[1, 2, 3], false);
-        held.finished(Source::Lease(token), 1, Outcome::Done.into());
-        held.finished(Source::Lease(token), 2, Verdict::cancelled());
+        held.finished(Source::Lease { token, seq: 1 }, 1, Outcome::Done.into());
+        held.finished(Source::Lease { token, seq: 1 }, 2, Verdict::cancelled());
         assert!(held.spent().is_empty(), "message 3 runs");
-        held.finished(Source::Lease(token), 3, Verdict::cancelled());
+        held.finished(Source::Lease { token, seq: 1 }, 3, Verdict::cancelled());
         assert_eq!(held.spent()[0].done.to_string(), "{[1,2)}");
     }
 
     #[test]
     fn a_failure_that_comes_while_a_report_is_under_way_is_kept() {
         let (mut held, token) = held(1..3, &[1, 2], false);
-        held.finished(Source::Lease(token), 1, Outcome::Retry("first".into()).into());
+        held.finished(Source::Lease { token, seq: 1 }, 1, Outcome::Retry("first".into()).into());
         let reports = held.news(false);
-        held.finished(Source::Lease(token), 2, Outcome::Retry("second".into()).into());
+        held.finished(Source::Lease { token, seq: 1 }, 2, Outcome::Retry("second".into()).into());
         held.reported(&reports, &[]);
         assert_eq!(held.news(false)[0].failed.len(), 1);
     }

@@ -18,6 +18,7 @@ mod held;
 mod ids;
 mod keeper;
 mod pace;
+mod places;
 mod protocol;
 mod run;
 mod term;
@@ -31,6 +32,7 @@ use tokio_util::sync::CancellationToken;
 pub use self::builder::{Budget, ConsumerBuilder};
 pub use self::delivery::{Context, Delivery};
 pub use self::health::{Activity, Health, HealthSnapshot};
+pub(crate) use self::places::Places;
 pub use self::transaction::Transaction;
 
 /// What a consumer can be told.

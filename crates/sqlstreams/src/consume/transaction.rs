@@ -7,13 +7,13 @@ use std::time::Duration;
 use deadpool_postgres::Object;
 use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use tokio_postgres::types::ToSql;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::held::Source;
+use super::places::Place;
 use super::protocol::{ANSWER, Protocol};
 use crate::backoff::Backoff;
 use crate::client::{answered, run};
@@ -23,6 +23,8 @@ use crate::error::{Error, ErrorKind, Result};
 const BEGIN: &str =
     "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
 const MARK: &str = "lent";
+const COMMIT_AND_BEGIN: &str =
+    "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
 /// Ends a transaction that somebody still uses: what they send after this finds no connection.
 const HANG_UP: &str = "ROLLBACK; SELECT pg_terminate_backend(pg_backend_pid())";
 /// How long to wait for a connection before saying so.
@@ -46,7 +48,7 @@ pub struct Transaction {
 #[derive(Debug)]
 struct Lent {
     connection: Object,
-    _permit: Option<OwnedSemaphorePermit>,
+    _place: Place,
 }
 
 impl Deref for Transaction {
@@ -78,16 +80,13 @@ impl Open {
     pub(crate) async fn begin(protocol: &Protocol) -> Result<Self> {
         let doing = "begin a handler's transaction";
         let client = &protocol.stream.client;
-        let permit = client.inner.transactions.clone().acquire_owned();
-        let Ok(permit) = timeout(PATIENCE, permit).await else {
+        let Ok(place) = timeout(PATIENCE, client.inner.places.take()).await else {
             let text = format!("no connection came free for a handler within {PATIENCE:?}");
             return Err(Error::new(ErrorKind::Connection, text)
                 .with_hint("Do handlers keep their transactions? Such connections are lost."));
         };
-        // Closed never.
-        let permit = permit.ok();
         let connection = client.connection(doing).await?;
-        let open = Self { lent: Some(Arc::new(Lent { connection, _permit: permit })) };
+        let open = Self { lent: Some(Arc::new(Lent { connection, _place: place })) };
         open.execute(BEGIN, doing).await?;
         Ok(open)
     }
@@ -97,74 +96,87 @@ impl Open {
         self.lent.clone().map(|lent| Transaction { lent })
     }
 
-    pub(crate) async fn roll_back(mut self) {
+    pub(crate) async fn roll_back(self) {
         if self.is_kept() {
             return;
         }
         let done = self.execute("ROLLBACK", "roll a handler's transaction back").await;
         if done.is_ok() {
-            self.give_back();
+            self.go_on(false);
         }
     }
 
-    /// Settles messages that came from one source each and commits.
+    /// Settles messages that came from one source each and commits. With `more` messages to come, and nobody who waits for the
+    /// connection, it begins the next transaction in the same write and returns that.
     pub(crate) async fn commit(
-        mut self,
+        self,
         protocol: &Protocol,
         messages: &[(Source, Vec<i64>)],
         over: &CancellationToken,
-    ) -> Committed {
+        more: bool,
+    ) -> (Committed, Option<Self>) {
         if self.is_kept() {
-            return Committed::No(Error::kept_transaction());
+            return (Committed::No(Error::kept_transaction()), None);
         }
-        match self.settle_and_commit(protocol, messages).await {
-            Ok(()) => {
-                self.give_back();
-                Committed::Yes
+        let more = more && !protocol.stream.client.inner.places.are_wanted();
+        let (settled, begun) = self.settle_and_commit(protocol, messages, more).await;
+        let error = match settled {
+            Ok(()) => return (Committed::Yes, self.go_on(begun)),
+            Err(error) => error,
+        };
+        // The COMMIT that followed has rolled back.
+        match error.sql_state() {
+            Some("SQ008") => (Committed::Lost, self.go_on(begun)),
+            Some("SQ009") => {
+                if let Some(open) = self.go_on(begun) {
+                    open.roll_back().await;
+                }
+                (look(protocol, messages, over).await, None)
             }
-            Err(error) => match error.sql_state() {
-                Some("SQ008") => {
-                    self.give_back();
-                    Committed::Lost
-                }
-                Some("SQ009") => {
-                    self.give_back();
-                    look(protocol, messages, over).await
-                }
-                Some(_) if !error.is_of_connection() => {
-                    // The COMMIT that followed has rolled back.
-                    self.give_back();
-                    Committed::No(error)
-                }
-                _ => {
-                    drop(self);
-                    tracing::info!(
-                        error = &error as &dyn std::error::Error,
-                        "a handler's commit got no answer; looking what became of it"
-                    );
-                    look(protocol, messages, over).await
-                }
-            },
+            Some(_) if !error.is_of_connection() => (Committed::No(error), self.go_on(begun)),
+            _ => {
+                drop(self);
+                tracing::info!(
+                    error = &error as &dyn std::error::Error,
+                    "a handler's commit got no answer; looking what became of it"
+                );
+                (look(protocol, messages, over).await, None)
+            }
         }
     }
 
-    /// In one write: a settle that fails makes the commit a rollback.
+    /// In one write: a settle that fails makes the commit a rollback. The second says whether another transaction has begun.
     async fn settle_and_commit(
         &self,
         protocol: &Protocol,
         messages: &[(Source, Vec<i64>)],
-    ) -> Result<()> {
+        more: bool,
+    ) -> (Result<()>, bool) {
         let doing = "commit a handler's transaction";
-        let Some(lent) = &self.lent else { return Ok(()) };
+        let Some(lent) = &self.lent else { return (Ok(()), false) };
         let settles =
             messages.iter().map(|(source, ids)| settle(&lent.connection, protocol, *source, ids));
+        let end = if more { COMMIT_AND_BEGIN } else { "COMMIT" };
+        let mut begun = false;
         let work = async {
-            let (settled, committed) =
-                join(join_all(settles), lent.connection.batch_execute("COMMIT")).await;
+            let (settled, ended) =
+                join(join_all(settles), lent.connection.batch_execute(end)).await;
+            begun = more && ended.is_ok();
             // The first error is the reason for the others.
-            settled.into_iter().collect::<Result<Vec<_>, _>>().and(committed)
+            settled.into_iter().collect::<Result<Vec<_>, _>>().and(ended)
         };
-        answered(ANSWER, work, doing).await
+        let settled = answered(ANSWER, work, doing).await;
+        (settled, begun)
+    }
+
+    /// After a commit or a rollback: with the transaction that has begun behind it, if one has.
+    fn go_on(mut self, begun: bool) -> Option<Self> {
+        if begun {
+            return Some(self);
+        }
+        // Others may use the connection.
+        self.lent = None;
+        None
     }
 
     async fn execute(&self, sql: &str, doing: &str) -> Result<()> {
@@ -175,11 +187,6 @@ impl Open {
     /// Whether the handler, or something it has started, may be writing still.
     fn is_kept(&self) -> bool {
         self.lent.as_ref().is_none_or(|lent| Arc::strong_count(lent) > 1)
-    }
-
-    /// No transaction is open on it any more: others may use the connection.
-    fn give_back(&mut self) {
-        self.lent = None;
     }
 }
 
@@ -206,15 +213,9 @@ async fn settle(
     let Protocol { stream, group } = protocol;
     match (source, ids) {
         // Mostly one message, in every handler's transaction: that has to be cheap.
-        (Source::Lease(token), [id]) => {
-            let queries = &stream.queries;
-            let last: [&(dyn ToSql + Sync); 4] = [group, &token, id, &MARK];
-            let (first, last) = join(
-                run(connection, &queries.settle_first, &[group, id, &MARK]),
-                run(connection, &queries.settle_last, &last),
-            )
-            .await;
-            first.and(last).map(drop)
+        (Source::Lease { token, seq }, [id]) => {
+            let params: [&(dyn ToSql + Sync); 5] = [group, &seq, &token, id, &MARK];
+            run(connection, &stream.queries.settle_message, &params).await.map(drop)
         }
         _ => {
             let (token, exceptions) = proof(source);
@@ -263,7 +264,7 @@ async fn look(
 /// What proves that messages are ours, and whether they are exceptions.
 fn proof(source: Source) -> (Uuid, bool) {
     match source {
-        Source::Lease(token) => (token, false),
+        Source::Lease { token, .. } => (token, false),
         Source::Exception(token) => (token, true),
     }
 }

@@ -1,10 +1,12 @@
 //! The workers: as many tasks as handlers may run at once, fed from one queue. They live on the caller's runtime.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
@@ -13,6 +15,7 @@ use super::delivery::History;
 use super::handler::Runner;
 use super::held::Source;
 use super::term::Term;
+use super::transaction::Open;
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
 
@@ -88,30 +91,57 @@ impl Workers {
 }
 
 async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
-    while let Some((jobs, _permit)) = queue.next(work.batch, work.budget.as_ref()).await {
-        let finished = run(&queue, &work, jobs).await;
+    // A transaction for the next jobs, where one was begun in the same write as the last one's commit.
+    let mut open = None;
+    loop {
+        let mut next = pin!(queue.next(work.batch, work.budget.as_ref()));
+        let next = match next.as_mut().now_or_never() {
+            Some(next) => next,
+            None => {
+                // Nothing to do at once: a transaction must not wait for it.
+                if let Some(open) = open.take() {
+                    Open::roll_back(open).await;
+                }
+                next.await
+            }
+        };
+        let Some((jobs, _permit)) = next else { return };
+        let (finished, left) = run(&queue, &work, jobs, open.take()).await;
+        open = left;
         // Nobody listens any more when the consumer is gone.
         let _ = work.finished.send(finished);
     }
 }
 
 /// Runs jobs together. A handler whose messages are lost is dropped.
-async fn run(queue: &Queue, work: &Work, jobs: Vec<Job>) -> Vec<Finished> {
+async fn run(
+    queue: &Queue,
+    work: &Work,
+    jobs: Vec<Job>,
+    open: Option<Open>,
+) -> (Vec<Finished>, Option<Open>) {
     let (over, jobs): (Vec<Job>, Vec<Job>) = jobs.into_iter().partition(|job| job.term.is_over());
     let mut finished: Vec<Finished> = over.iter().map(Job::place).map(cancelled).collect();
-    let Some(over) = jobs.first().map(|job| job.term.over().clone()) else { return finished };
+    let Some(over) = jobs.first().map(|job| job.term.over().clone()) else {
+        return (finished, open);
+    };
     let places: Vec<(Source, i64)> = jobs.iter().map(Job::place).collect();
     let lost = || places.iter().copied().map(cancelled);
+    let more = queue.waiting() > 0;
+    let mut left = None;
     tokio::select! {
         biased;
-        ended = (work.runner)(jobs) => finished.extend(ended),
+        (ended, open) = (work.runner)(jobs, open, more) => {
+            finished.extend(ended);
+            left = open;
+        }
         () = async {
             over.cancelled().await;
             // The time it was promised for clearing up.
             tokio::time::sleep(queue.margin()).await;
         } => finished.extend(lost()),
     }
-    finished
+    (finished, left)
 }
 
 fn cancelled((source, id): (Source, i64)) -> Finished {

@@ -6,7 +6,6 @@ use uuid::Uuid;
 
 use super::Coordinator;
 use crate::consume::delivery::History;
-use crate::consume::held::Source;
 use crate::consume::protocol::Page;
 use crate::consume::workers::Job;
 use crate::error::{ErrorKind, Result};
@@ -72,9 +71,9 @@ impl Coordinator {
         match self.protocol.fetch(token, after, limit as i64, bytes).await {
             Err(error) if limit == 1 && error.may_be_a_message() => {
                 let id = self.protocol.next_id(token, after).await?;
-                self.holding.lock().fetched(token, id, id.is_some());
-                if let Some(id) = id {
-                    self.bury(Source::Lease(token), id, &error);
+                let fetched = self.holding.lock().fetched(token, id, id.is_some());
+                if let (Some(id), Some((source, _))) = (id, fetched) {
+                    self.bury(source, id, &error);
                 }
                 Ok(())
             }
@@ -87,9 +86,8 @@ impl Coordinator {
         match page {
             Ok(page) => {
                 let ids = page.messages.iter().map(|m| m.id);
-                let term = self.holding.lock().fetched(token, ids, page.more);
-                if let Some(term) = term {
-                    let source = Source::Lease(token);
+                let fetched = self.holding.lock().fetched(token, ids, page.more);
+                if let Some((source, term)) = fetched {
                     self.received(page.messages.into_iter().map(|message| Job {
                         source,
                         message,
