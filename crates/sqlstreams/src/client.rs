@@ -15,7 +15,7 @@ use tokio_postgres::types::ToSql;
 
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
-use crate::consume::Places;
+use crate::consume::HandlerPool;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
@@ -40,7 +40,10 @@ pub struct Client {
 
 #[derive(Debug)]
 pub(crate) struct Inner {
-    pool: Pool,
+    pub(crate) pool: Pool,
+    /// The most connections of both pools.
+    pub(crate) pool_size: usize,
+    pub(crate) handler_pool: HandlerPool,
     /// Where the connections go, without the password; for errors.
     pub(crate) target: String,
     pub(crate) schema: Schema,
@@ -48,8 +51,6 @@ pub(crate) struct Inner {
     pub(crate) connector: Connector,
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
-    /// For handlers' transactions: one connection is always left for the bookkeeping.
-    pub(crate) places: Places,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -130,6 +131,7 @@ impl Client {
     /// Closes the idle connections: what broke one has probably broken the others.
     pub(crate) fn forget_idle_connections(&self) {
         self.inner.pool.retain(|_, _| false);
+        self.inner.handler_pool.forget_idle_connections();
     }
 
     /// Puts a connection back into the pool, unless the answer says that it is of no use any more. The idle ones may not be
@@ -246,7 +248,8 @@ impl ClientBuilder {
         self
     }
 
-    /// The most connections of the pool, 2 to 10,000. Default: 8. A client that consumes has one more, on which it listens.
+    /// The most connections of the pool, 2 to 10,000. Default: 8. A client that consumes has one more, on which it listens. A
+    /// transactional consumer takes one for each handler it may run at once, as long as one is left for everything else.
     pub fn pool_size(mut self, connections: usize) -> Self {
         self.pool_size = connections;
         self
@@ -330,13 +333,14 @@ impl ClientBuilder {
         Ok(Client {
             inner: Arc::new(Inner {
                 pool,
+                pool_size: self.pool_size,
+                handler_pool: HandlerPool::new(&dsn, connector.clone())?,
                 target,
                 schema,
                 queries,
                 connector,
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
-                places: Places::new(self.pool_size - 1),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

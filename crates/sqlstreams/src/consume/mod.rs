@@ -13,12 +13,12 @@ mod builder;
 mod coordinator;
 mod delivery;
 mod handler;
+mod handler_pool;
 mod health;
 mod held;
 mod ids;
 mod keeper;
 mod pace;
-mod places;
 mod protocol;
 mod run;
 mod term;
@@ -31,8 +31,8 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::builder::{Budget, ConsumerBuilder};
 pub use self::delivery::{Context, Delivery};
+pub(crate) use self::handler_pool::HandlerPool;
 pub use self::health::{Activity, Health, HealthSnapshot};
-pub(crate) use self::places::Places;
 pub use self::transaction::Transaction;
 
 /// What a consumer can be told.

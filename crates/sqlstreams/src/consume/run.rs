@@ -10,6 +10,7 @@ use tokio::sync::mpsc;
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
 use super::handler::{Handler, runner};
+use super::handler_pool::HandlerPool;
 use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
 use super::protocol::Protocol;
@@ -82,6 +83,8 @@ where
         () = settings.stop.cancelled() => {}
     }
 
+    let _connections =
+        settings.transactional.then(|| HandlerPool::reserve(&stream.client, settings.concurrency));
     let (queue, holding) = (Arc::new(Queue::new()), Arc::new(Holding::default()));
     // Unbounded, yet never longer than what the consumer holds.
     let (finished, results) = mpsc::unbounded_channel();

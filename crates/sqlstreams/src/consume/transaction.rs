@@ -7,17 +7,16 @@ use std::time::Duration;
 use deadpool_postgres::Object;
 use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
-use tokio::time::timeout;
 use tokio_postgres::types::ToSql;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use super::handler_pool::HandlerPool;
 use super::held::Source;
-use super::places::Place;
 use super::protocol::{ANSWER, Protocol};
 use crate::backoff::Backoff;
 use crate::client::{answered, run};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
 const BEGIN: &str =
@@ -27,8 +26,6 @@ const COMMIT_AND_BEGIN: &str =
     "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
 /// Ends a transaction that somebody still uses: what they send after this finds no connection.
 const HANG_UP: &str = "ROLLBACK; SELECT pg_terminate_backend(pg_backend_pid())";
-/// How long to wait for a connection before saying so.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// The pause between two looks at what became of a commit, growing from the first to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
@@ -41,27 +38,20 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_s
 /// the connection closed.
 #[derive(Debug)]
 pub struct Transaction {
-    lent: Arc<Lent>,
-}
-
-/// A connection of the pool and the leave to hold it, until the last who has it lets go.
-#[derive(Debug)]
-struct Lent {
-    connection: Object,
-    _place: Place,
+    connection: Arc<Object>,
 }
 
 impl Deref for Transaction {
     type Target = tokio_postgres::Client;
 
     fn deref(&self) -> &tokio_postgres::Client {
-        &self.lent.connection
+        &self.connection
     }
 }
 
 /// Our side of it. Dropped, the connection is closed, and with it the transaction.
 pub(crate) struct Open {
-    lent: Option<Arc<Lent>>,
+    connection: Option<Arc<Object>>,
 }
 
 /// How the attempt to settle and commit ended.
@@ -80,20 +70,15 @@ impl Open {
     pub(crate) async fn begin(protocol: &Protocol) -> Result<Self> {
         let doing = "begin a handler's transaction";
         let client = &protocol.stream.client;
-        let Ok(place) = timeout(PATIENCE, client.inner.places.take()).await else {
-            let text = format!("no connection came free for a handler within {PATIENCE:?}");
-            return Err(Error::new(ErrorKind::Connection, text)
-                .with_hint("Do handlers keep their transactions? Such connections are lost."));
-        };
-        let connection = client.connection(doing).await?;
-        let open = Self { lent: Some(Arc::new(Lent { connection, _place: place })) };
+        let connection = HandlerPool::get(client, doing).await?;
+        let open = Self { connection: Some(Arc::new(connection)) };
         open.execute(BEGIN, doing).await?;
         Ok(open)
     }
 
     /// For the handler.
     pub(crate) fn transaction(&self) -> Option<Transaction> {
-        self.lent.clone().map(|lent| Transaction { lent })
+        self.connection.clone().map(|connection| Transaction { connection })
     }
 
     pub(crate) async fn roll_back(self) {
@@ -118,7 +103,7 @@ impl Open {
         if self.is_kept() {
             return (Committed::No(Error::kept_transaction()), None);
         }
-        let more = more && !protocol.stream.client.inner.places.are_wanted();
+        let more = more && !protocol.stream.client.inner.handler_pool.is_waited_for();
         let (settled, begun) = self.settle_and_commit(protocol, messages, more).await;
         let error = match settled {
             Ok(()) => return (Committed::Yes, self.go_on(begun)),
@@ -153,14 +138,13 @@ impl Open {
         more: bool,
     ) -> (Result<()>, bool) {
         let doing = "commit a handler's transaction";
-        let Some(lent) = &self.lent else { return (Ok(()), false) };
+        let Some(connection) = &self.connection else { return (Ok(()), false) };
         let settles =
-            messages.iter().map(|(source, ids)| settle(&lent.connection, protocol, *source, ids));
+            messages.iter().map(|(source, ids)| settle(connection, protocol, *source, ids));
         let end = if more { COMMIT_AND_BEGIN } else { "COMMIT" };
         let mut begun = false;
         let work = async {
-            let (settled, ended) =
-                join(join_all(settles), lent.connection.batch_execute(end)).await;
+            let (settled, ended) = join(join_all(settles), connection.batch_execute(end)).await;
             begun = more && ended.is_ok();
             // The first error is the reason for the others.
             settled.into_iter().collect::<Result<Vec<_>, _>>().and(ended)
@@ -175,29 +159,29 @@ impl Open {
             return Some(self);
         }
         // Others may use the connection.
-        self.lent = None;
+        self.connection = None;
         None
     }
 
     async fn execute(&self, sql: &str, doing: &str) -> Result<()> {
-        let Some(lent) = &self.lent else { return Ok(()) };
-        answered(ANSWER, lent.connection.batch_execute(sql), doing).await
+        let Some(connection) = &self.connection else { return Ok(()) };
+        answered(ANSWER, connection.batch_execute(sql), doing).await
     }
 
     /// Whether the handler, or something it has started, may be writing still.
     fn is_kept(&self) -> bool {
-        self.lent.as_ref().is_none_or(|lent| Arc::strong_count(lent) > 1)
+        self.connection.as_ref().is_none_or(|c| Arc::strong_count(c) > 1)
     }
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        match self.lent.take().map(Arc::try_unwrap) {
+        match self.connection.take().map(Arc::try_unwrap) {
             None => {}
-            Some(Ok(lent)) => drop(Object::take(lent.connection)),
+            Some(Ok(connection)) => drop(Object::take(connection)),
             // On its way at the first poll, before whatever the others send from now on.
             Some(Err(kept)) => {
-                let _ = kept.connection.batch_execute(HANG_UP).now_or_never();
+                let _ = kept.batch_execute(HANG_UP).now_or_never();
             }
         }
     }

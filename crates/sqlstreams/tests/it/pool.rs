@@ -138,3 +138,57 @@ async fn tb_158_calls_that_are_cancelled_cost_the_pool_nothing() {
     let consumed = timeout(NOT_FOR_EVER, run).await.expect("connections are missing").unwrap();
     assert_eq!((consumed.handled, seen.lock().unwrap().len()), (3, 3));
 }
+
+/// The first leaves while the second, which found no connection unreserved, has work.
+#[tokio::test(flavor = "multi_thread")]
+async fn consumers_that_share_the_connections_for_handlers_do_not_lose_them_with_the_first() {
+    const POOL: usize = 4;
+    let url = database().await;
+    let client = Client::builder(&url).pool_size(POOL).connect().await.unwrap();
+    let first = numbers(&client, "first", 3).await;
+    let second = numbers(&client, "second", 300).await;
+    let db = connect(&url).await;
+
+    let (all, started) = (Arc::new(Barrier::new(POOL - 1)), Arc::new(Barrier::new(2)));
+    let begin = started.clone();
+    let consuming = first.group("g").consumer().concurrency(POOL - 1).until_caught_up();
+    let consuming = consuming.run_transactional(move |message: Delivery<u64>, tx: Transaction| {
+        let (all, begin) = (all.clone(), begin.clone());
+        async move {
+            all.wait().await;
+            if message.payload == 0 {
+                begin.wait().await;
+            }
+            drop(tx);
+        }
+    });
+    let consuming = tokio::spawn(consuming.into_future());
+    started.wait().await;
+    let most = Arc::new(AtomicUsize::new(0));
+    let seen = most.clone();
+    let consumed = second.group("g").consumer().concurrency(10).until_caught_up();
+    let consumed = consumed.run_transactional(move |message: Delivery<u64>, tx: Transaction| {
+        let seen = seen.clone();
+        async move {
+            // What is used when connections are reserved is closed when it is given back.
+            if message.payload < 150 {
+                return;
+            }
+            let all = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()";
+            seen.fetch_max(count(&tx, all).await as usize, Ordering::Relaxed);
+        }
+    });
+    let consumed = timeout(NOT_FOR_EVER, consumed).await.expect("it has no connection").unwrap();
+    assert_eq!(consumed.handled, 300);
+    assert_eq!(consuming.await.unwrap().unwrap().handled, 3);
+    // The pool, the listener, and `db`.
+    assert!(most.load(Ordering::Relaxed) <= POOL + 2, "{most:?}");
+    // They are the client's again.
+    let calls = (0..20).map(|_| client.streams());
+    timeout(NOT_FOR_EVER, futures_util::future::try_join_all(calls)).await.unwrap().unwrap();
+    let all = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()";
+    until("some are closed", Duration::from_secs(30), async || {
+        count(&db, all).await <= POOL as i64 + 1
+    })
+    .await;
+}

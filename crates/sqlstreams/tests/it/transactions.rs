@@ -495,3 +495,24 @@ async fn what_a_late_commit_has_settled_is_over_wherever_it_is() {
         }
     }
 }
+
+/// The next transaction begins with the commit of the last one only where a message waits for it.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_transaction_stays_open_without_a_message() {
+    let (client, db) = client().await;
+    db.batch_execute(EFFECT).await.unwrap();
+    let stream = numbers(&client, "s", 500).await;
+    let stop = CancellationToken::new();
+    let consumer = stream.group("g").consumer().concurrency(7).stop_on(stop.clone());
+    let consuming = tokio::spawn(
+        consumer.run_transactional(async |message: Delivery<u64>, tx| write(&message, &tx).await),
+    );
+    eventually(async || count(&db, "SELECT count(*) FROM effect").await == 500).await;
+    eventually(async || {
+        let open = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND state <> 'idle'";
+        count(&db, open).await == 0
+    })
+    .await;
+    stop.cancel();
+    assert_eq!(consuming.await.unwrap().unwrap().handled, 500);
+}
