@@ -39,6 +39,10 @@ pub enum ErrorKind {
     StreamExists,
     /// The stream has a consumer group of that name already.
     GroupExists,
+    /// The group's mode was changed.
+    WrongMode,
+    /// The group has messages that are handed out or wait for another attempt.
+    GroupBusy,
     /// A name is empty, longer than 200 bytes or holds a NUL.
     InvalidName,
     /// Some other argument is out of its range.
@@ -71,6 +75,8 @@ impl ErrorKind {
             Self::UnknownGroup => "unknown_group",
             Self::StreamExists => "stream_exists",
             Self::GroupExists => "group_exists",
+            Self::WrongMode => "wrong_mode",
+            Self::GroupBusy => "group_busy",
             Self::InvalidName => "invalid_name",
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
@@ -228,6 +234,8 @@ impl Error {
             "SQ004" => ErrorKind::InvalidArgument,
             "SQ005" => ErrorKind::StreamExists,
             "SQ006" => ErrorKind::GroupExists,
+            "SQ012" => ErrorKind::WrongMode,
+            "SQ013" => ErrorKind::GroupBusy,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

@@ -68,6 +68,48 @@ impl RetryPolicy {
     }
 }
 
+/// How a group hands out its messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Mode {
+    /// As many at once as there are handlers. The default.
+    #[default]
+    Parallel,
+    /// Messages of one key one at a time, in id order, whatever fails or dies; other keys never wait for that. While one is to be
+    /// tried again, those of its key behind it wait. Messages without a key are parallel.
+    Ordered,
+}
+
+impl Mode {
+    /// Its name in the database and on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Parallel => "parallel",
+            Self::Ordered => "ordered",
+        }
+    }
+}
+
+impl std::fmt::Display for Mode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl std::str::FromStr for Mode {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        [Self::Parallel, Self::Ordered].into_iter().find(|mode| mode.as_str() == name).ok_or_else(
+            || {
+                let text = format!("unknown mode {}", shorten(name));
+                Error::new(ErrorKind::InvalidArgument, text)
+                    .with_hint("Choose parallel or ordered.")
+            },
+        )
+    }
+}
+
 /// A consumer group of a stream. From [`GroupBuilder`].
 pub struct Group<T, C = Json> {
     pub(crate) stream: Stream<T, C>,
@@ -102,6 +144,7 @@ pub struct GroupBuilder<T, C = Json> {
     lease: Option<Duration>,
     max_in_flight: Option<u32>,
     rate_limit: Option<f64>,
+    mode: Option<Mode>,
 }
 
 impl<T, C> Clone for GroupBuilder<T, C> {
@@ -115,6 +158,7 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             lease: self.lease,
             max_in_flight: self.max_in_flight,
             rate_limit: self.rate_limit,
+            mode: self.mode,
         }
     }
 }
@@ -166,6 +210,7 @@ impl<T, C> GroupBuilder<T, C> {
             lease: None,
             max_in_flight: None,
             rate_limit: None,
+            mode: None,
         }
     }
 
@@ -213,6 +258,18 @@ impl<T, C> GroupBuilder<T, C> {
         self
     }
 
+    /// How messages are handed out. Default: [`Mode::Parallel`]. An existing group is changed when it is opened with another one,
+    /// if it can be; see [`Group::set_mode`].
+    pub fn mode(mut self, mode: Mode) -> Self {
+        self.mode = Some(mode);
+        self
+    }
+
+    /// Messages of one key one at a time, in id order: short for [`mode`](Self::mode)`(`[`Mode::Ordered`]`)`.
+    pub fn ordered(self) -> Self {
+        self.mode(Mode::Ordered)
+    }
+
     /// Creates the group.
     ///
     /// # Errors
@@ -240,7 +297,8 @@ impl<T, C> GroupBuilder<T, C> {
                 .get(0),
         };
         let settings = self.settings()?;
-        let params: [&(dyn ToSql + Sync); 10] = [
+        let mode = self.mode.map(Mode::as_str);
+        let params: [&(dyn ToSql + Sync); 11] = [
             &stream.id,
             &self.name,
             &after,
@@ -251,6 +309,7 @@ impl<T, C> GroupBuilder<T, C> {
             &settings.backoff_cap,
             &settings.max_in_flight,
             &settings.rate_limit,
+            &mode,
         ];
         let id = stream
             .client
@@ -314,6 +373,11 @@ impl<T, C> GroupBuilder<T, C> {
         let group = Group { stream: self.stream, id, name: self.name };
         if settings != Settings::default() {
             group.alter(&settings).await?;
+        }
+        if let Some(mode) = self.mode
+            && group.mode().await? != mode
+        {
+            group.set_mode(mode).await?;
         }
         Ok(group)
     }
@@ -396,6 +460,37 @@ impl<T: Send + 'static, C: Codec<T>> Group<T, C> {
 }
 
 impl<T, C> Group<T, C> {
+    /// How it hands out its messages.
+    ///
+    /// # Errors
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's.
+    pub async fn mode(&self) -> Result<Mode> {
+        let stream = &self.stream.inner;
+        let find = &stream.client.inner.queries.find_group;
+        let rows =
+            stream.client.query(find, &[&stream.id, &self.name], "look at the group").await?;
+        match rows.first() {
+            Some(row) => row.get::<_, &str>(7).parse(),
+            None => {
+                let text = format!("group {} was dropped", shorten(&self.name));
+                Err(Error::new(ErrorKind::UnknownGroup, text))
+            }
+        }
+    }
+
+    /// Changes how it hands out its messages.
+    ///
+    /// # Errors
+    /// [`GroupBusy`](ErrorKind::GroupBusy) while messages of it are handed out or wait for another attempt: pause it first, and
+    /// wait until nothing is in flight or ready.
+    pub async fn set_mode(&self, mode: Mode) -> Result<()> {
+        let stream = &self.stream.inner;
+        let set = &stream.client.inner.queries.set_mode;
+        let params: [&(dyn ToSql + Sync); 3] = [&stream.id, &self.id, &mode.as_str()];
+        stream.client.query(set, &params, "change the group's mode").await?;
+        Ok(())
+    }
+
     /// Its number: `group_id` in the stream's tables.
     pub fn id(&self) -> i64 {
         self.id

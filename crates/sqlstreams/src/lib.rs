@@ -99,7 +99,7 @@ pub use consume::{
 };
 pub use dead::Exception;
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Group, GroupBuilder, GroupStatus, RetryPolicy, Start};
+pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
 pub use message::{Headers, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing};
 pub use migrate::MigrationReport;
 pub use name::MAX_NAME_BYTES;

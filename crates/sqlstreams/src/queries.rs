@@ -42,6 +42,9 @@ queries! {
     /// Those that are the same for every stream.
     Queries {
         advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID, INT8],
+        advance_lanes: [INT8, INT8, UUID, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, BOOL, UUID],
+        release_lanes: [INT8, INT8, UUID],
+        set_mode: [INT8, INT8, TEXT],
         extend: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, INT8],
         release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         release_claim: [INT8, INT8, UUID],
@@ -67,7 +70,7 @@ queries! {
         drop_stream: [INT8],
         find_stream: [TEXT],
         list_streams: [TEXT],
-        create_group: [INT8, TEXT, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8],
+        create_group: [INT8, TEXT, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8, TEXT],
         alter_group: [INT8, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8, BOOL],
         pause_group: [INT8, INT8],
         resume_group: [INT8, INT8],

@@ -163,6 +163,7 @@ BEGIN
     before := lock_cursor(p_stream, p_group);
     -- As it is now that we have the lock: pausing takes that too.
     g := require_group(p_stream, p_group);
+    PERFORM require_mode(g, 'parallel');
     c := before;
 
     lost := settle_all(p_stream, g, p_owner, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);

@@ -6,13 +6,22 @@
 CREATE OR REPLACE FUNCTION redrive(p_stream bigint, p_group bigint, p_ids bigint[] DEFAULT NULL, p_limit bigint DEFAULT 10000) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
-    ids bigint[] := lock_dead(p_stream, p_group, p_ids, p_limit);
+    g   consumer_group := require_group(p_stream, p_group);
+    ids bigint[];
 BEGIN
+    IF g.mode = 'ordered' THEN
+        -- In its place among the unresolved messages of its key.
+        PERFORM lock_cursor(p_stream, p_group);
+    END IF;
+    ids := lock_dead(p_stream, p_group, p_ids, p_limit);
     EXECUTE format(
         'UPDATE %I SET state = ''ready'', attempts = 0, redrives = redrives + 1, due_at = clock_timestamp(), dead_at = NULL,
                 history = add_history(history, 0, ''redriven'', NULL)
          WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream)
         USING p_group, ids;
+    IF g.mode = 'ordered' THEN
+        PERFORM line_up(p_stream, p_group, ids);
+    END IF;
     PERFORM audit_dead('redrive', p_stream, p_group, ids);
     RETURN ids;
 END $$;

@@ -21,6 +21,7 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
+    PERFORM require_mode(g, 'parallel');
     IF g.paused OR g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL THEN
         -- Limits are kept under the cursor's lock; only groups that have one wait for it here.
         c := lock_cursor(p_stream, p_group);

@@ -4,17 +4,21 @@
 -- only for an older one the cursor has to say how far down leases lie.
 CREATE OR REPLACE FUNCTION lease_pending(p_stream bigint, p_group bigint, p_token uuid) RETURNS int8multirange
 LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    pending int8multirange;
+BEGIN
+    RETURN (SELECT pending FROM find_lease(p_stream, p_group, p_token));
+END $$;
+
+-- The same and the lanes that it is for.
+CREATE OR REPLACE FUNCTION find_lease(p_stream bigint, p_group bigint, p_token uuid, OUT pending int8multirange, OUT lanes bigint)
+LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     PERFORM require_tables(p_stream);
-    EXECUTE format('SELECT pending FROM (SELECT token, pending FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
-        INTO pending USING p_group, p_token;
+    EXECUTE format('SELECT pending, lanes FROM (SELECT token, pending, lanes FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
+        INTO pending, lanes USING p_group, p_token;
     IF pending IS NULL THEN
-        EXECUTE format('SELECT pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
-            INTO pending USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+        EXECUTE format('SELECT pending, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+            INTO pending, lanes USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
     END IF;
-    RETURN pending;
 END $$;
 
 -- The messages of lease p_token after id p_after, at most p_limit of them and about p_bytes of payload (but at least
@@ -32,9 +36,10 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 #variable_conflict use_column
 DECLARE
     pending int8multirange;
+    lanes   bigint;
 BEGIN
     PERFORM require_read_committed();
-    pending := lease_pending(p_stream, p_group, p_token);
+    SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
     IF pending IS NULL OR isempty(pending) THEN
         RETURN;
     END IF;
@@ -43,9 +48,10 @@ BEGIN
          FROM (SELECT id, key, routing_key, headers, produced_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
-               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT $5 + 1) AS m) AS m
+               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
-         ORDER BY id LIMIT $5', 'message_log_' || p_stream)
+         ORDER BY id LIMIT $5',
+        'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%s >> lane_of(key, id)) & 1 = 1', lanes) END)
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
 END $$;
 
@@ -72,11 +78,13 @@ CREATE OR REPLACE FUNCTION next_id(p_stream bigint, p_group bigint, p_token uuid
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 DECLARE
     pending int8multirange;
+    lanes   bigint;
     hit     bigint;
 BEGIN
     PERFORM require_read_committed();
-    pending := lease_pending(p_stream, p_group, p_token);
-    EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id ORDER BY id LIMIT 1', 'message_log_' || p_stream)
+    SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
+    EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT 1',
+                   'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%s >> lane_of(key, id)) & 1 = 1', lanes) END)
         INTO hit USING lower(pending), upper(pending), p_after, pending;
     RETURN hit;
 END $$;

@@ -57,7 +57,7 @@ END $$;
 CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
     p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
-    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
+    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL, p_mode text DEFAULT NULL)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -80,6 +80,9 @@ BEGIN
     PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
                         p_max_in_flight, p_rate_limit, p_transactional);
     EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
+    IF p_mode IS NOT NULL THEN
+        PERFORM set_mode(p_stream, g, p_mode);
+    END IF;
     RETURN g;
 END $$;
 
@@ -91,8 +94,12 @@ CREATE OR REPLACE FUNCTION alter_group(p_stream bigint, p_group bigint, p_lease_
     p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    old consumer_group := require_group(p_stream, p_group);
 BEGIN
-    PERFORM require_group(p_stream, p_group);
+    IF old.mode = 'ordered' AND (p_max_in_flight > 0 OR p_rate_limit > 0) THEN
+        PERFORM refuse_limits(old.name);
+    END IF;
     UPDATE consumer_group AS g SET
         lease_duration = n.lease_duration, max_attempts = n.max_attempts,
         backoff_base = n.backoff_base, backoff_factor = n.backoff_factor, backoff_cap = n.backoff_cap,

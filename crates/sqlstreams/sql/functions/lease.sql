@@ -66,7 +66,7 @@ END $$;
 
 -- Makes exception rows of first deliveries that failed, as far as p_pending holds them. Returns the ids it took.
 CREATE OR REPLACE FUNCTION record_failures(p_stream bigint, g consumer_group, p_pending int8multirange,
-    p_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[])
+    p_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[], p_ordered boolean DEFAULT false)
 RETURNS int8multirange
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -82,13 +82,13 @@ BEGIN
     END IF;
     -- The bounds keep the other partitions out of the plan. LEFT JOIN: a failure is recorded even if its message is gone.
     EXECUTE format(
-        'INSERT INTO %I (group_id, message_id, state, attempts, delays, due_at, key, last_error, history, first_failed_at, dead_at)
+        'INSERT INTO %I (group_id, message_id, state, attempts, delays, due_at, key, lane, last_error, history, first_failed_at, dead_at)
          SELECT $1.id, f.id,
-                CASE WHEN f.final THEN ''dead'' ELSE ''ready'' END,
+                CASE WHEN f.final THEN ''dead'' WHEN $10 AND m.key IS NOT NULL THEN ''deferred'' ELSE ''ready'' END,
                 CASE WHEN f.outcome = ''delay'' THEN 0 ELSE 1 END,
                 CASE WHEN f.outcome = ''delay'' THEN 1 ELSE 0 END,
                 CASE WHEN f.final THEN $8 ELSE $8 + coalesce(asked_delay(f.delay), retry_delay($1, 1)) END,
-                m.key, error_text(f.error),
+                m.key, CASE WHEN $10 THEN lane_of(m.key, f.id) END, error_text(f.error),
                 CASE WHEN f.outcome = ''delay'' THEN ''[]'' ELSE add_history(''[]'', 1, CASE WHEN f.final THEN ''dead'' ELSE f.outcome END, f.error) END,
                 $8,
                 CASE WHEN f.final THEN $8 END
@@ -97,7 +97,7 @@ BEGIN
                WHERE $2 @> id) AS f
          LEFT JOIN %I AS m ON m.id = f.id AND m.id >= $7 AND m.id <= $9',
         'exception_queue_' || p_stream, 'message_log_' || p_stream)
-        USING g, taken, p_ids, p_outcomes, p_errors, p_delays, lowest, started, highest;
+        USING g, taken, p_ids, p_outcomes, p_errors, p_delays, lowest, started, highest, p_ordered;
     RETURN taken;
 END $$;
 

@@ -46,6 +46,9 @@ BEGIN
              next_seq    bigint NOT NULL DEFAULT 1,
              -- up to here the rate limit is used up
              paced_until timestamptz,
+             -- of ordered groups
+             cohorts     lane_cohort[],
+             waiters     lane_waiter[],
              PRIMARY KEY (group_id, generation)
          ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
@@ -56,6 +59,9 @@ BEGIN
              seq        bigint NOT NULL,
              token      uuid   NOT NULL,
              owner      bigint,
+             -- of ordered groups: whose it is, and the lanes it is for
+             holder     uuid,
+             lanes      bigint,
              pending    int8multirange NOT NULL,
              expires_at timestamptz NOT NULL,
              reclaims   int    NOT NULL DEFAULT 0,
@@ -68,7 +74,7 @@ BEGIN
         'CREATE TABLE %1$I (
              group_id         bigint NOT NULL,
              message_id       bigint NOT NULL,
-             state            text   NOT NULL CHECK (state IN (''ready'', ''inflight'', ''dead'')),
+             state            text   NOT NULL CHECK (state IN (''ready'', ''inflight'', ''deferred'', ''dead'')),
              attempts         int    NOT NULL DEFAULT 0,
              delays           int    NOT NULL DEFAULT 0,
              losses           int    NOT NULL DEFAULT 0,
@@ -78,6 +84,8 @@ BEGIN
              owner            bigint,
              lease_expires_at timestamptz,
              key              text COLLATE "C",
+             -- of ordered groups
+             lane             smallint,
              last_error       text,
              history          jsonb NOT NULL DEFAULT ''[]'',
              first_failed_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -93,6 +101,11 @@ BEGIN
     EXECUTE format('CREATE INDEX %I ON %I (group_id, due_at) WHERE state = ''ready'' AND losses > 0', 'exception_suspect_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_expires_at) WHERE state = ''inflight''', 'exception_inflight_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, message_id) WHERE state = ''dead''', 'exception_dead_' || n, 'exception_queue_' || n);
+
+    -- Those of ordered groups: what of a lane can run, the rows of a key, and what is in flight under a lease.
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, lane, due_at) WHERE state = ''ready'' AND lane >= 0', 'exception_lane_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, key, message_id) WHERE lane >= 0 AND state <> ''dead''', 'exception_key_' || n, 'exception_queue_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_id) WHERE lane >= 0', 'exception_held_' || n, 'exception_queue_' || n);
 
     -- Messages that were settled in their handlers' transactions, until the bookkeeping has caught up.
     EXECUTE format(

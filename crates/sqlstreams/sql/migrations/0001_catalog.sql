@@ -36,6 +36,8 @@ CREATE TABLE consumer_group (
     rate_limit      double precision CHECK (rate_limit BETWEEN 1e-6 AND 1e9),
     -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
     transactional   boolean NOT NULL DEFAULT false,
+    -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
+    mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
 );
@@ -72,13 +74,25 @@ CREATE TABLE audit (
 );
 
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
+
+-- Lanes of an ordered group that were read up to the same position, as bits; and a consumer that waits for lanes.
+CREATE TYPE lane_cohort AS (
+    lanes    bigint,
+    position bigint
+);
+CREATE TYPE lane_waiter AS (
+    holder uuid,
+    until  timestamptz
+);
 CREATE TYPE group_cursor AS (
     generation  bigint,
     updates     int,
     claimed     bigint,
     first_open  bigint,
     next_seq    bigint,
-    paced_until timestamptz
+    paced_until timestamptz,
+    cohorts     lane_cohort[],
+    waiters     lane_waiter[]
 );
 CREATE TYPE group_lease AS (
     seq     bigint,

@@ -145,7 +145,7 @@ impl<T: Send + 'static> Run<T> {
                     running.push((source, id));
                 }
                 Err(reason) => {
-                    finished.push(Finished { source, id, verdict: Outcome::Dead(reason).into() });
+                    finished.push(Finished { source, id, verdict: Outcome::Dead(reason).into(), key: None });
                 }
             }
         }
@@ -170,6 +170,7 @@ impl<T: Send + 'static> Run<T> {
                 source,
                 id,
                 verdict,
+                key: None,
             }),
         );
         (finished, open)

@@ -12,12 +12,14 @@
 mod builder;
 mod coordinator;
 mod delivery;
+mod gate;
 mod handler;
 mod handler_pool;
 mod health;
 mod held;
 mod ids;
 mod keeper;
+mod ordered;
 mod pace;
 mod protocol;
 mod run;

@@ -23,7 +23,7 @@ use crate::wake::Watcher;
 
 /// How long the server may take for an answer. Most leases live longer, so that what was asked may be asked again.
 pub(super) const ANSWER: Duration = Duration::from_secs(10);
-const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED";
+pub(super) const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED";
 
 /// A lease as it was claimed.
 #[derive(Debug, Clone)]
@@ -362,7 +362,7 @@ impl Protocol {
         Ok(())
     }
 
-    async fn rows(
+    pub(super) async fn rows(
         &self,
         query: &Query,
         params: &[&(dyn ToSql + Sync)],
@@ -372,7 +372,7 @@ impl Protocol {
         self.transact(connection, query, params, doing).await
     }
 
-    async fn transact(
+    pub(super) async fn transact(
         &self,
         connection: Object,
         query: &Query,
@@ -398,13 +398,13 @@ impl Protocol {
     }
 
     /// As whom this process holds leases.
-    fn owner(&self) -> Option<i64> {
+    pub(super) fn owner(&self) -> Option<i64> {
         *self.stream.client.inner.watcher.life().borrow()
     }
 }
 
 impl Page {
-    fn from_rows(rows: &[Row]) -> Self {
+    pub(super) fn from_rows(rows: &[Row]) -> Self {
         Self {
             more: rows.last().is_some_and(|row| row.get(5)),
             messages: rows
@@ -430,16 +430,16 @@ fn columns(reports: &[LeaseReport]) -> (Vec<i64>, Vec<Uuid>, Vec<String>) {
     )
 }
 
-fn one(rows: Vec<Row>, doing: &str) -> Result<Row> {
+pub(super) fn one(rows: Vec<Row>, doing: &str) -> Result<Row> {
     rows.into_iter().next().ok_or_else(|| {
         Error::new(ErrorKind::Database, format!("could not {doing}: no row came back"))
     })
 }
 
-fn parse_ids(text: &str) -> Result<IdSet> {
+pub(super) fn parse_ids(text: &str) -> Result<IdSet> {
     text.parse().map_err(|e: String| Error::new(ErrorKind::Database, e))
 }
 
-fn milliseconds(ms: i64) -> Duration {
+pub(super) fn milliseconds(ms: i64) -> Duration {
     Duration::from_millis(u64::try_from(ms).unwrap_or_default())
 }

@@ -9,17 +9,19 @@ use tokio::sync::mpsc;
 
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
+use super::gate::Gate;
 use super::handler::{Handler, runner};
 use super::handler_pool::HandlerPool;
 use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
+use super::ordered::Ordered;
 use super::protocol::Protocol;
 use super::workers::{Queue, Work, Workers};
 use super::{Consumed, Settings};
 use crate::backoff::Backoff;
 use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
-use crate::group::{Group, GroupBuilder};
+use crate::group::{Group, GroupBuilder, Mode};
 use crate::payload::Codec;
 use crate::wake::Watcher;
 
@@ -71,7 +73,7 @@ where
     T: Send + 'static,
     C: Codec<T>,
 {
-    let Some((group, goal)) = open(group, &settings).await? else {
+    let Some((group, mode, goal)) = open(group, &settings).await? else {
         return Ok(Consumed::default());
     };
     let stream = group.stream.inner.clone();
@@ -85,7 +87,8 @@ where
 
     let _connections =
         settings.transactional.then(|| HandlerPool::reserve(&stream.client, settings.concurrency));
-    let (queue, holding) = (Arc::new(Queue::new()), Arc::new(Holding::default()));
+    let gate = (mode == Mode::Ordered).then(Gate::default);
+    let (queue, holding) = (Arc::new(Queue::new(gate)), Arc::new(Holding::default()));
     // Unbounded, yet never longer than what the consumer holds.
     let (finished, results) = mpsc::unbounded_channel();
     let runner =
@@ -93,6 +96,9 @@ where
     let budget = settings.budget.as_ref().map(|budget| budget.0.clone());
     let work = Work { runner, batch: settings.batch_size, budget, finished };
     let workers = Workers::start(settings.concurrency, &runtime, &queue, work);
+    if mode == Mode::Ordered {
+        return Ordered::new(protocol, settings, workers, queue, results, watch).run(goal).await;
+    }
     let keeper = Keeper {
         protocol: protocol.clone(),
         holding: holding.clone(),
@@ -108,7 +114,7 @@ where
 async fn open<T, C: Codec<T>>(
     group: GroupBuilder<T, C>,
     settings: &Settings,
-) -> Result<Option<(Group<T, C>, Option<i64>)>> {
+) -> Result<Option<(Group<T, C>, Mode, Option<i64>)>> {
     let mut trouble = Backoff::new(TROUBLE);
     loop {
         let error = match within(OPEN, try_open(group.clone(), settings), "open the group").await {
@@ -135,7 +141,7 @@ async fn open<T, C: Codec<T>>(
 async fn try_open<T, C: Codec<T>>(
     group: GroupBuilder<T, C>,
     settings: &Settings,
-) -> Result<(Group<T, C>, Option<i64>)> {
+) -> Result<(Group<T, C>, Mode, Option<i64>)> {
     let group = group.create_if_missing().await?;
     if settings.transactional {
         group.allow_transactions().await?;
@@ -146,5 +152,6 @@ async fn try_open<T, C: Codec<T>>(
         }
         false => None,
     };
-    Ok((group, goal))
+    let mode = group.mode().await?;
+    Ok((group, mode, goal))
 }

@@ -12,6 +12,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinSet;
 
 use super::delivery::History;
+use super::gate::Gate;
 use super::handler::Runner;
 use super::held::Source;
 use super::term::Term;
@@ -34,6 +35,8 @@ pub(crate) struct Finished {
     pub(crate) source: Source,
     pub(crate) id: i64,
     pub(crate) verdict: Verdict,
+    /// The message's key, in an ordered group.
+    pub(crate) key: Option<String>,
 }
 
 /// The tasks behind the queue. Dropped, they are aborted.
@@ -63,6 +66,8 @@ pub(crate) struct Queue {
     unfinished: AtomicUsize,
     /// How long before the end of a lease handlers are told; in milliseconds.
     margin: AtomicUsize,
+    /// In an ordered group, what keeps the messages of a key apart.
+    gate: Option<Gate>,
 }
 
 impl Workers {
@@ -106,8 +111,10 @@ async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
             }
         };
         let Some((jobs, _permit)) = next else { return };
-        let (finished, left) = run(&queue, &work, jobs, open.take()).await;
+        let keys = queue.keys(&jobs);
+        let (mut finished, left) = run(&queue, &work, jobs, open.take()).await;
         open = left;
+        queue.ended(&mut finished, keys);
         // Nobody listens any more when the consumer is gone.
         let _ = work.finished.send(finished);
     }
@@ -145,7 +152,7 @@ async fn run(
 }
 
 fn cancelled((source, id): (Source, i64)) -> Finished {
-    Finished { source, id, verdict: Verdict::cancelled() }
+    Finished { source, id, verdict: Verdict::cancelled(), key: None }
 }
 
 impl Job {
@@ -155,8 +162,9 @@ impl Job {
 }
 
 impl Queue {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(gate: Option<Gate>) -> Self {
         Self {
+            gate,
             jobs: Mutex::new(VecDeque::new()),
             ready: Semaphore::new(0),
             paused: AtomicBool::new(false),
@@ -195,15 +203,67 @@ impl Queue {
     pub(crate) fn take_back(&self, mut keep: impl FnMut(&Job) -> bool) -> Vec<(Source, i64)> {
         // A permit whose job is gone lets a worker find an empty queue and wait again.
         let mut taken = Vec::new();
-        self.lock().retain(|job| {
+        let mut jobs = self.lock();
+        jobs.retain(|job| {
             let kept = keep(job);
             if !kept {
                 taken.push(job.place());
             }
             kept
         });
+        if let Some(gate) = &self.gate {
+            taken.extend(gate.clear_all().iter().map(Job::place));
+        }
+        drop(jobs);
         self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
         taken
+    }
+
+    /// Which keys these jobs have, where that matters.
+    fn keys(&self, jobs: &[Job]) -> Vec<(i64, String)> {
+        let keyed = |job: &Job| Some((job.message.id, job.message.key.clone()?));
+        self.gate.as_ref().map_or_else(Vec::new, |_| jobs.iter().filter_map(keyed).collect())
+    }
+
+    /// Jobs were run: the next ones of their keys may be, unless one is to be tried again.
+    fn ended(&self, finished: &mut [Finished], keys: Vec<(i64, String)>) {
+        let Some(gate) = &self.gate else { return };
+        // Locked throughout: nobody may take a later message of a key in between.
+        let mut queue = self.lock();
+        let mut added = 0;
+        for (id, key) in keys {
+            let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
+            let again = !matches!(finished.verdict.outcome, "ok" | "dead");
+            if let Some(next) = gate.ended(&key, again) {
+                queue.push_front(next);
+                added += 1;
+            }
+            finished.key = Some(key);
+        }
+        drop(queue);
+        self.ready.add_permits(added);
+    }
+
+    /// Takes away what waits of a key, in the queue or at the gate, and opens the gate for it.
+    pub(crate) fn forget_key(&self, key: &str) {
+        let Some(gate) = &self.gate else { return };
+        let mut jobs = self.lock();
+        let before = jobs.len();
+        jobs.retain(|job| job.message.key.as_deref() != Some(key));
+        let taken = before - jobs.len() + gate.clear(key).len();
+        drop(jobs);
+        self.unfinished.fetch_sub(taken, Ordering::Relaxed);
+    }
+
+    /// Opens the gate for a key whose last message was lost: what waits at it belongs to another holder.
+    pub(crate) fn reopen(&self, key: &str) {
+        let Some(gate) = &self.gate else { return };
+        let mut queue = self.lock();
+        let waiting = gate.clear(key);
+        let added = waiting.len();
+        waiting.into_iter().rev().for_each(|job| queue.push_front(job));
+        drop(queue);
+        self.ready.add_permits(added);
     }
 
     /// Takes the last jobs back, at most so many, that no worker has taken yet.
@@ -247,12 +307,18 @@ impl Queue {
             if count == 0 {
                 continue;
             }
-            let jobs: Vec<Job> = queue.drain(..count).collect();
+            let mut jobs: Vec<Job> = queue.drain(..count).collect();
+            // Under the lock, or a key could be forgotten between the two.
+            if let Some(gate) = &self.gate {
+                jobs = jobs.into_iter().filter_map(|job| gate.admit(job)).collect();
+            }
             drop(queue);
             if let Ok(more) = self.ready.try_acquire_many(count as u32 - 1) {
                 more.forget();
             }
-            return Some((jobs, permit));
+            if !jobs.is_empty() {
+                return Some((jobs, permit));
+            }
         }
     }
 

@@ -26,6 +26,7 @@ mod isolation;
 mod journal;
 mod late_commits;
 mod leases;
+mod ordered;
 mod owners;
 mod places;
 mod plain;

@@ -260,7 +260,7 @@ impl Coordinator {
             return;
         }
         let mut held = self.holding.lock();
-        for Finished { source, id, verdict } in finished.drain(..) {
+        for Finished { source, id, verdict, .. } in finished.drain(..) {
             let outcome = verdict.outcome;
             if held.finished(source, id, verdict) {
                 self.consumed.count(outcome);

@@ -1,0 +1,194 @@
+-- What the holder of lanes tells: see lanes.sql for the rules.
+
+-- Whether all these leases are still p_holder's. If not, nothing is: whoever goes on with some of its leases after others were
+-- taken over would step back behind what those have settled.
+CREATE OR REPLACE FUNCTION holds_lanes(p_stream bigint, p_group bigint, c group_cursor, p_holder uuid, p_seqs bigint[], p_tokens uuid[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    leases  text := 'consumer_lease_' || p_stream;
+    started timestamptz := clock_timestamp();
+    hits    int;
+BEGIN
+    IF cardinality(p_tokens) > 0 THEN
+        EXECUTE format('SELECT count(*) FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND l.holder = $4', leases)
+            INTO hits USING p_group, p_seqs, p_tokens, p_holder;
+        IF hits < cardinality(p_tokens) THEN
+            EXECUTE format('UPDATE %I SET expires_at = $4, holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3', leases)
+                USING p_group, c.first_open, p_holder, started;
+            RETURN false;
+        END IF;
+    END IF;
+    -- Claimed, but its holder never heard of it.
+    EXECUTE format('UPDATE %I SET expires_at = ''-infinity'', holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3 AND token <> ALL ($4)', leases)
+        USING p_group, c.first_open, p_holder, p_tokens;
+    RETURN true;
+END $$;
+
+-- Exceptions that ended: 'ok', 'retry', 'dead', 'delay', or 'left', which was not run. A failure that is tried again takes back
+-- those of its key that were claimed with it.
+CREATE OR REPLACE FUNCTION settle_lane_exceptions(p_stream bigint, g consumer_group, p_tokens uuid[], p_ids bigint[], p_keys text[],
+    p_outcomes text[], p_errors text[], p_delays double precision[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    exceptions text := 'exception_queue_' || p_stream;
+    ended      bigint[];
+    stopped    text[];
+BEGIN
+    PERFORM require_outcomes(p_outcomes, '{ok,retry,dead,delay,left}');
+    SELECT coalesce(array_agg(i), '{}') INTO ended FROM unnest(p_ids, p_outcomes) AS u(i, o) WHERE o = 'ok';
+    IF g.transactional THEN
+        -- What a handler has settled in its transaction is over, whatever is said of it.
+        ended := ended || end_settled(p_stream, g.id, p_tokens, p_ids);
+    END IF;
+    EXECUTE format('DELETE FROM %I AS e USING unnest($2, $3, $4) AS u(token, id, outcome)
+                    WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token AND u.outcome = ''ok''', exceptions)
+        USING g.id, p_tokens, p_ids, p_outcomes;
+    EXECUTE format(
+        'UPDATE %1$I AS e SET
+             state = CASE WHEN u.outcome = ''left'' THEN ''deferred''
+                          WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead''
+                          ELSE ''deferred'' END,
+             attempts = e.attempts + (u.outcome IN (''retry'', ''dead''))::int,
+             delays = e.delays + (u.outcome = ''delay'')::int,
+             losses = CASE WHEN u.outcome = ''left'' THEN e.losses ELSE 0 END,
+             due_at = CASE WHEN u.outcome = ''left'' OR is_final(u.outcome, e.attempts, $1.max_attempts) THEN $2
+                           ELSE $2 + coalesce(asked_delay(u.delay), retry_delay($1, e.attempts + 1)) END,
+             lease_id = NULL, lease_expires_at = NULL, owner = NULL,
+             last_error = coalesce(error_text(u.error), e.last_error),
+             history = CASE WHEN u.outcome IN (''delay'', ''left'') THEN e.history
+                            ELSE add_history(e.history, e.attempts + 1,
+                                             CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead'' ELSE ''retry'' END, u.error) END,
+             dead_at = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN $2 END
+         FROM unnest($3, $4, $5, $6, $7) AS u(token, id, outcome, error, delay)
+         WHERE e.group_id = $1.id AND e.message_id = u.id AND e.lease_id = u.token AND u.outcome <> ''ok''', exceptions)
+        USING g, clock_timestamp(), p_tokens, p_ids, p_outcomes, p_errors, p_delays;
+    SELECT array_agg(k) INTO stopped FROM unnest(p_keys, p_outcomes) AS u(k, o) WHERE o IN ('retry', 'delay') AND k IS NOT NULL;
+    IF stopped IS NOT NULL THEN
+        EXECUTE format('UPDATE %I SET state = ''deferred'', due_at = $4, lease_id = NULL, lease_expires_at = NULL
+                        WHERE group_id = $1 AND lane >= 0 AND lease_id = ANY ($2) AND key = ANY ($3)', exceptions)
+            USING g.id, p_tokens, stopped, clock_timestamp();
+    END IF;
+    -- Those without a key wait for nobody.
+    EXECUTE format('UPDATE %I SET state = ''ready'' WHERE group_id = $1 AND message_id = ANY ($2) AND key IS NULL AND state = ''deferred''', exceptions)
+        USING g.id, p_ids;
+    PERFORM promote(p_stream, g.id, p_keys);
+END $$;
+
+-- First deliveries that failed, of any of the holder's leases. What is pending of a key that is to be tried again becomes
+-- deferred rows; what is done must have been taken out of pending before.
+CREATE OR REPLACE FUNCTION fail_in_lanes(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[],
+    p_failed_tokens uuid[], p_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    l       record;
+    taken   int8multirange;
+    failed  int8multirange;
+    lanes   bigint := 0;
+    stopped text[];
+    lowest  bigint := (SELECT min(i) FROM unnest(p_ids) AS i);
+    highest bigint := (SELECT max(i) FROM unnest(p_ids) AS i);
+BEGIN
+    PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
+    FOR l IN EXECUTE format('SELECT l.seq, l.token, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens
+    LOOP
+        CONTINUE WHEN l.token <> ALL (p_failed_tokens);
+        SELECT range_agg(int8range(u.id, u.id, '[]')) INTO failed FROM unnest(p_failed_tokens, p_ids) AS u(token, id) WHERE u.token = l.token;
+        IF g.transactional THEN
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending * failed);
+        END IF;
+        taken := record_failures(p_stream, g, l.pending, p_ids, p_outcomes, p_errors, p_delays, true);
+        EXECUTE format('UPDATE %I SET pending = $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq, l.pending - taken;
+    END LOOP;
+
+    EXECUTE format('SELECT array_agg(DISTINCT m.key) FROM unnest($1, $2) AS u(id, outcome) JOIN %I AS m ON m.id = u.id AND m.id >= $3 AND m.id <= $4
+                    WHERE u.outcome <> ''dead'' AND m.key IS NOT NULL', 'message_log_' || p_stream)
+        INTO stopped USING p_ids, p_outcomes, lowest, highest;
+    IF stopped IS NULL THEN
+        RETURN;
+    END IF;
+    FOR l IN EXECUTE format('SELECT l.seq, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token WHERE NOT isempty(l.pending) ORDER BY l.seq', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens
+    LOOP
+        EXECUTE format(
+            'WITH rows AS (
+                 INSERT INTO %1$I (group_id, message_id, state, due_at, key, lane)
+                 SELECT $1, id, ''deferred'', $5, key, lane_of(key, id) FROM %2$I
+                 WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND key = ANY ($3) AND ($4 >> lane_of(key, id)) & 1 = 1
+                 RETURNING message_id)
+             SELECT range_agg(int8range(message_id, message_id, ''[]'')) FROM rows', 'exception_queue_' || p_stream, 'message_log_' || p_stream)
+            INTO taken USING g.id, l.pending, stopped, l.lanes, clock_timestamp();
+        IF taken IS NOT NULL THEN
+            EXECUTE format('UPDATE %I SET pending = $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq, l.pending - taken;
+        END IF;
+    END LOOP;
+    -- One that has failed for good holds nobody up.
+    PERFORM promote(p_stream, g.id, stopped);
+END $$;
+
+-- Takes what is finished out of the holder's leases; what remains is its for another lease_duration.
+CREATE OR REPLACE FUNCTION take_done_in_lanes(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    l record;
+BEGIN
+    IF g.transactional THEN
+        FOR l IN EXECUTE format('SELECT l.pending * u.done AS done FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+            USING g.id, p_seqs, p_tokens, p_done
+        LOOP
+            PERFORM take_done(p_stream, g.id, l.done);
+        END LOOP;
+    END IF;
+    EXECUTE format('UPDATE %I AS l SET pending = l.pending - u.done FROM unnest($2, $3, $4) AS u(seq, token, done)
+                    WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND l.pending && u.done', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, p_done;
+END $$;
+
+-- Leases that hold nothing any more go; the others are the holder's for another lease_duration.
+CREATE OR REPLACE FUNCTION renew_lanes(p_stream bigint, g consumer_group, p_owner bigint, p_seqs bigint[], p_tokens uuid[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format(
+        'DELETE FROM %1$I AS l USING unnest($2, $3) AS u(seq, token)
+         WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending)
+           AND NOT EXISTS (SELECT FROM %2$I AS e WHERE e.group_id = $1 AND e.lease_id = u.token AND e.lane >= 0)', 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
+        USING g.id, p_seqs, p_tokens;
+    EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner;
+END $$;
+
+-- Exceptions that were in flight under a lease whose holder was lost, or (p_lost false) that hands it back.
+CREATE OR REPLACE FUNCTION put_back_lane_exceptions(p_stream bigint, g consumer_group, p_token uuid, p_lanes bigint, p_lost boolean) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    exceptions text := 'exception_queue_' || p_stream;
+    back       record;
+BEGIN
+    EXECUTE format('SELECT array_agg(message_id) AS ids, array_agg(DISTINCT key) FILTER (WHERE key IS NOT NULL) AS keys FROM %I WHERE group_id = $1 AND lane >= 0 AND lease_id = $2', exceptions)
+        INTO back USING g.id, p_token;
+    IF back.ids IS NOT NULL THEN
+        EXECUTE format(
+            'UPDATE %1$I AS e SET
+                 state = CASE WHEN n.final THEN ''dead'' WHEN e.key IS NULL THEN ''ready'' ELSE ''deferred'' END,
+                 losses = e.losses + $4::int, attempts = n.attempts,
+                 due_at = CASE WHEN n.counts AND NOT n.final THEN $3 + retry_delay($1, n.attempts) ELSE $3 END,
+                 lease_id = NULL, lease_expires_at = NULL, owner = NULL,
+                 last_error = CASE WHEN $4 THEN n.error ELSE e.last_error END,
+                 history = CASE WHEN $4 THEN add_history(e.history, n.attempts, CASE WHEN n.final THEN ''dead'' ELSE ''lost'' END, n.error) ELSE e.history END,
+                 dead_at = CASE WHEN n.final THEN $3 END
+             FROM (SELECT message_id, $4 AND losses > 0 AS counts, attempts + ($4 AND losses > 0)::int AS attempts,
+                          $4 AND losses > 0 AND attempts + 1 >= $1.max_attempts AS final,
+                          CASE WHEN losses > 0 THEN ''the lease was lost while the message ran alone: its consumer died or hung''
+                               ELSE ''the lease was lost: its consumer died or hung'' END AS error
+                   FROM %1$I WHERE group_id = $1.id AND message_id = ANY ($2)) AS n
+             WHERE e.group_id = $1.id AND e.message_id = n.message_id', exceptions)
+            USING g, back.ids, clock_timestamp(), p_lost;
+        PERFORM promote(p_stream, g.id, back.keys);
+    END IF;
+    IF g.transactional THEN
+        -- The head of a key may have been settled by its handler, with nobody left to tell.
+        EXECUTE format('SELECT array_agg(DISTINCT key) FROM %I WHERE group_id = $1 AND lane = ANY ($2) AND state = ''deferred'' AND key IS NOT NULL', exceptions)
+            INTO back.keys USING g.id, ARRAY(SELECT i::smallint FROM generate_series(0, 63) AS i WHERE (p_lanes >> i) & 1 = 1);
+        PERFORM promote(p_stream, g.id, back.keys);
+    END IF;
+END $$;

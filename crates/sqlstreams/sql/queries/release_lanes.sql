@@ -1,0 +1,1 @@
+SELECT {schema}.release_lanes($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.set_mode($1, $2, $3)

@@ -1,0 +1,76 @@
+//! One message of a key at a time, for ordered groups.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::workers::Job;
+
+/// Which keys are being handled, and what waits for them.
+///
+/// Invariant: of the messages of a key at most one has been let through and has not ended. What failed keeps its key shut until
+/// somebody takes away what waits for it.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    keys: Mutex<HashMap<String, Key>>,
+}
+
+#[derive(Debug, Default)]
+struct Key {
+    waiting: VecDeque<Job>,
+    /// One of its messages is let through and has not ended.
+    busy: bool,
+    shut: bool,
+}
+
+impl Gate {
+    /// Lets a message through, or keeps it until those of its key before it have ended.
+    pub(crate) fn admit(&self, job: Job) -> Option<Job> {
+        let Some(key) = &job.message.key else { return Some(job) };
+        let mut keys = self.lock();
+        let found = keys.entry(key.clone()).or_default();
+        if found.busy || found.shut {
+            found.waiting.push_back(job);
+            return None;
+        }
+        found.busy = true;
+        Some(job)
+    }
+
+    /// A message of the key has ended. Returns the next, to be put before all others of its key; none, if the last one is to be
+    /// tried again.
+    pub(crate) fn ended(&self, key: &str, again: bool) -> Option<Job> {
+        let mut keys = self.lock();
+        let found = keys.get_mut(key)?;
+        found.busy = false;
+        if again {
+            found.shut = true;
+            return None;
+        }
+        let next = found.waiting.pop_front();
+        if next.is_none() {
+            keys.remove(key);
+        }
+        next
+    }
+
+    /// Takes away what waits for a key that is shut, and opens it.
+    pub(crate) fn clear(&self, key: &str) -> Vec<Job> {
+        let mut keys = self.lock();
+        match keys.get(key) {
+            Some(found) if found.shut => {
+                keys.remove(key).map_or_else(Vec::new, |found| found.waiting.into())
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Takes away all that waits. What is being handled keeps its key.
+    pub(crate) fn clear_all(&self) -> Vec<Job> {
+        self.lock().values_mut().flat_map(|key| std::mem::take(&mut key.waiting)).collect()
+    }
+
+    /// Nothing panics while it holds the lock, and the keys are whole between any two calls.
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, Key>> {
+        self.keys.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
