@@ -51,7 +51,7 @@ BEGIN
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
          ORDER BY id LIMIT $5',
-        'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%s >> lane_of(key, id)) & 1 = 1', lanes) END)
+        'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%L::bigint >> lane_of(key, id)) & 1 = 1', lanes) END)
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
 END $$;
 
@@ -84,7 +84,7 @@ BEGIN
     PERFORM require_read_committed();
     SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
     EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT 1',
-                   'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%s >> lane_of(key, id)) & 1 = 1', lanes) END)
+                   'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%L::bigint >> lane_of(key, id)) & 1 = 1', lanes) END)
         INTO hit USING lower(pending), upper(pending), p_after, pending;
     RETURN hit;
 END $$;

@@ -145,7 +145,12 @@ impl<T: Send + 'static> Run<T> {
                     running.push((source, id));
                 }
                 Err(reason) => {
-                    finished.push(Finished { source, id, verdict: Outcome::Dead(reason).into(), key: None });
+                    finished.push(Finished {
+                        source,
+                        id,
+                        verdict: Outcome::Dead(reason).into(),
+                        key: None,
+                    });
                 }
             }
         }

@@ -42,6 +42,7 @@ impl Process {
             Script::HangFrom(amount) => ("hang", amount),
             Script::DieAt(amount) => ("die", amount),
             Script::Endless => ("endless", 0),
+            Script::Flaky(amount) => ("flaky", amount),
         };
         let Place { url, stream, group } = place;
         let mut child = Command::new(std::env::current_exe().unwrap())
@@ -64,6 +65,7 @@ impl Process {
                         what: match *what {
                             "started" => What::Started,
                             "done" => What::Done,
+                            "failed" => What::Failed,
                             _ => What::Cancelled,
                         },
                         payload: payload.parse().unwrap(),
@@ -137,6 +139,7 @@ async fn process() {
         "work" => Script::Work(amount),
         "hang" => Script::HangFrom(amount),
         "die" => Script::DieAt(amount),
+        "flaky" => Script::Flaky(amount),
         _ => Script::Endless,
     };
     // Ends the line that the test harness may have begun.
@@ -161,6 +164,7 @@ async fn process() {
             let what = match what {
                 What::Started => "started",
                 What::Done => "done",
+                What::Failed => "failed",
                 What::Cancelled => "cancelled",
             };
             println!("~ {what} {payload} {at}");

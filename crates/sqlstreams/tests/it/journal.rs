@@ -12,6 +12,7 @@ use sqlstreams::Delivery;
 pub enum What {
     Started,
     Done,
+    Failed,
     /// Its handler saw that the lease was about to end.
     Cancelled,
 }
@@ -38,6 +39,8 @@ pub enum Script {
     Endless,
     /// Kills its process at this payload, and takes a fifth of a second for others.
     DieAt(u64),
+    /// Takes up to so many microseconds, always fails one in 500 messages, and one in 50 every other time.
+    Flaky(u64),
 }
 
 #[derive(Debug, Clone, Default)]
@@ -68,6 +71,11 @@ impl Journal {
         let mut times = BTreeMap::new();
         self.of(what).iter().for_each(|e| *times.entry(e.payload).or_default() += 1);
         times
+    }
+
+    /// The messages to which this happened anywhere.
+    pub fn payloads_of(&self, what: What) -> BTreeSet<u64> {
+        self.of(what).iter().map(|e| e.payload).collect()
     }
 
     /// The messages to which this happened in a process.
@@ -113,6 +121,22 @@ pub async fn act(
             let own = rustix::process::getpid();
             rustix::process::kill_process(own, rustix::process::Signal::KILL).unwrap();
             std::future::pending().await
+        }
+        Script::Flaky(most) => {
+            let over = delivery.context.cancellation();
+            let work = Duration::from_micros(fastrand::u64(0..most));
+            tokio::select! {
+                biased;
+                () = over.cancelled() => {
+                    note(What::Cancelled);
+                    return Err("cancelled");
+                }
+                () = tokio::time::sleep(work) => {}
+            }
+            if delivery.payload % 500 == 7 || delivery.payload % 50 == 3 && fastrand::bool() {
+                note(What::Failed);
+                return Err("by chance");
+            }
         }
         Script::DieAt(_) => tokio::time::sleep(Duration::from_millis(200)).await,
     }

@@ -4,9 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use sqlstreams::{CancellationToken, Client, Delivery, Mode, Outgoing, RetryPolicy, Stream};
+use sqlstreams::{Client, Delivery, Outgoing, RetryPolicy, Stream};
 
-use crate::support::{client, connect, count, database, eventually};
+use crate::child::{Place, Process};
+use crate::journal::{self, Script, What};
+use crate::support::{client, client_at, count, database};
 
 /// What handlers did, in the order in which they did it.
 #[derive(Debug, Default)]
@@ -118,4 +120,121 @@ async fn messages_of_a_key_are_handled_in_order_across_failures() {
     ] {
         assert_eq!(count(&db, sql).await, 0, "{sql}");
     }
+}
+
+/// How long there is trouble, in seconds.
+fn trouble() -> Duration {
+    let seconds = std::env::var("SQLSTREAMS_ORDER_SECONDS").ok().and_then(|s| s.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(10))
+}
+
+/// Processes that handle flaky messages are killed, frozen until others have taken their lanes, and started anew.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn order_holds_whatever_is_killed_or_frozen() {
+    const KEYS: u64 = 100;
+    const LEASE: Duration = Duration::from_secs(1);
+    let url = database().await;
+    let (client, db) = client_at(&url).await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let retry = RetryPolicy::attempts(5).backoff(
+        Duration::from_millis(100),
+        1.0,
+        Duration::from_millis(100),
+    );
+    stream.group("g").ordered().lease(LEASE).retry(retry).create().await.unwrap();
+    let place = Place { url, stream: "s", group: "g" };
+    let journal = journal::Journal::default();
+
+    let begun = Instant::now();
+    let producing = {
+        let stream = stream.clone();
+        tokio::spawn(async move {
+            let producer = stream.producer();
+            let mut next = 0;
+            while begun.elapsed() < trouble() {
+                let numbers: Vec<u64> = (next..next + 40).collect();
+                let key = |n: u64| if n.is_multiple_of(10) { 0 } else { n % KEYS };
+                let batch = numbers.iter().map(|n| Outgoing::new(n).key(format!("k{}", key(*n))));
+                producer.send_all(batch).await.unwrap();
+                next += 40;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            next
+        })
+    };
+    let (mut number, mut frozen) = (0, 0);
+    let mut killed: HashMap<u32, std::time::SystemTime> = HashMap::new();
+    let mut start = || {
+        number += 1;
+        (number, Process::start(&place, 8, Script::Flaky(3_000), number, &journal))
+    };
+    let mut processes: Vec<(u32, Process)> = (0..4).map(|_| start()).collect();
+    while begun.elapsed() < trouble() {
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(100..400))).await;
+        let at = fastrand::usize(0..processes.len());
+        if fastrand::bool() {
+            let (number, process) = std::mem::replace(&mut processes[at], start());
+            process.kill();
+            killed.insert(number, std::time::SystemTime::now());
+        } else {
+            processes[at].1.freeze();
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(200..2_000))).await;
+            processes[at].1.thaw();
+            frozen += 1;
+        }
+    }
+    let messages = producing.await.unwrap();
+    let settled = "SELECT sqlstreams.is_resolved(1, 1, sqlstreams.stream_head(1))::int::bigint";
+    crate::support::until("all are done or dead", Duration::from_secs(60), async || {
+        count(&db, settled).await == 1
+    })
+    .await;
+    for (_, process) in processes {
+        process.stop().await;
+    }
+
+    let dead: HashSet<u64> = {
+        let sql = "SELECT m.payload::text::bigint FROM sqlstreams.exception_queue_1 AS e JOIN sqlstreams.message_log_1 AS m ON m.id = e.message_id";
+        db.query(sql, &[]).await.unwrap().iter().map(|row| row.get::<_, i64>(0) as u64).collect()
+    };
+    let done = journal.payloads_of(What::Done);
+    let lost = (0..messages).filter(|n| !done.contains(n) && !dead.contains(n)).count();
+    println!(
+        "{messages} messages, {} starts, {} killed, {frozen} frozen, {} dead",
+        journal.of(What::Started).len(),
+        killed.len(),
+        dead.len()
+    );
+    assert_eq!(lost, 0);
+    check_journal(&journal, &dead, |n| if n % 10 == 0 { 0 } else { n % KEYS });
+}
+
+/// Fails where a message began before the earlier ones of its key had ended well.
+fn check_journal(journal: &journal::Journal, dead: &HashSet<u64>, key: impl Fn(u64) -> u64) {
+    let mut entries = journal.entries();
+    entries.sort_by_key(|entry| entry.at);
+    let mut of_key: HashMap<u64, BTreeMap<u64, bool>> = HashMap::new();
+    for entry in &entries {
+        of_key
+            .entry(key(entry.payload))
+            .or_default()
+            .insert(entry.payload, dead.contains(&entry.payload));
+    }
+    let mut wrong = 0;
+    for entry in &entries {
+        let messages = of_key.get_mut(&key(entry.payload)).unwrap();
+        match entry.what {
+            What::Started => {
+                if let Some(before) = messages.range(..entry.payload).find(|(_, done)| !**done) {
+                    println!("{entry:?} though {before:?} was not final");
+                    wrong += 1;
+                }
+            }
+            What::Done => {
+                messages.insert(entry.payload, true);
+            }
+            What::Failed | What::Cancelled => {}
+        }
+    }
+    assert_eq!(wrong, 0, "messages began before earlier ones of their key");
 }

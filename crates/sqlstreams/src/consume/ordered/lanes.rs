@@ -82,8 +82,7 @@ pub(super) struct Report {
 
 impl Lease {
     fn is_fetched(&self) -> bool {
-        self.exceptions.is_empty()
-            && self.pending.last().is_none_or(|last| self.fetched_to > last)
+        self.exceptions.is_empty() && self.pending.last().is_none_or(|last| self.fetched_to > last)
     }
 
     fn done(&self) -> IdSet {
