@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp};
-use sqlstreams::{PayloadType, Start};
+use sqlstreams::{Mode, PayloadType, Start};
 
 /// `15s`, `1m 30s`, `500ms`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
@@ -74,6 +74,11 @@ fn instant(at: Timestamp) -> Result<Start, String> {
 /// `json`, `jsonb`, `text` or `bytea`.
 pub(crate) fn payload_type(text: &str) -> Result<PayloadType, String> {
     text.parse().map_err(|_| "choose json, jsonb, text or bytea".to_owned())
+}
+
+/// `parallel` or `ordered`.
+pub(crate) fn mode(text: &str) -> Result<Mode, String> {
+    text.parse().map_err(|_| "choose parallel or ordered".to_owned())
 }
 
 /// A number of things, at least one.

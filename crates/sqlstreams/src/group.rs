@@ -185,6 +185,8 @@ pub struct GroupStatus {
     pub ready: i64,
     /// Exceptions that are being tried.
     pub inflight: i64,
+    /// Messages of an ordered group that wait for an earlier one of their key.
+    pub deferred: i64,
     /// Dead letters.
     pub dead: i64,
     /// Nothing is handed out: see [`Group::pause`].
@@ -193,6 +195,8 @@ pub struct GroupStatus {
     pub max_in_flight: Option<u32>,
     /// See [`GroupBuilder::rate_limit`]; `None`: no limit.
     pub rate_limit: Option<f64>,
+    /// How it hands out its messages.
+    pub mode: Mode,
     /// How long a lease lasts without a heartbeat.
     pub lease: Duration,
     /// How failures are tried again.
@@ -599,15 +603,15 @@ impl<T, C> Stream<T, C> {
                 "look at the groups",
             )
             .await?;
-        Ok(rows.iter().map(GroupStatus::from_row).collect())
+        rows.iter().map(GroupStatus::from_row).collect()
     }
 }
 
 impl GroupStatus {
-    fn from_row(row: &Row) -> Self {
+    fn from_row(row: &Row) -> Result<Self> {
         let seconds = |column: usize| Duration::from_secs_f64(row.get::<_, f64>(column).max(0.0));
         let number = |n: i32| u32::try_from(n).unwrap_or_default();
-        Self {
+        Ok(Self {
             stream: row.get(0),
             group: row.get(1),
             claimed: row.get(2),
@@ -628,6 +632,8 @@ impl GroupStatus {
                 backoff_factor: row.get(16),
                 backoff_cap: seconds(17),
             },
-        }
+            deferred: row.get(18),
+            mode: row.get::<_, &str>(19).parse()?,
+        })
     }
 }

@@ -5,6 +5,7 @@
 
 mod chaos;
 mod latency;
+mod ordered;
 mod place;
 mod server;
 mod transactional;
@@ -21,6 +22,8 @@ pub(crate) enum BenchCommand {
     Latency(latency::LatencyArgs),
     /// What it costs to settle in the handlers' transactions
     Transactional(transactional::TransactionalArgs),
+    /// What it costs to keep the messages of a key in order
+    Ordered(ordered::OrderedArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -32,6 +35,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
     match command {
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
+        BenchCommand::Ordered(args) => ordered::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

@@ -7,7 +7,7 @@
 
 CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
-               open_leases bigint, ready bigint, inflight bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision)
+               open_leases bigint, ready bigint, inflight bigint, deferred bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision, mode text)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -16,13 +16,13 @@ BEGIN
     FOR s IN SELECT * FROM stream WHERE name = p_stream OR p_stream IS NULL ORDER BY name LOOP
         -- Per group and newest generation first: anything that looked at the tables as a whole would walk dead rows.
         RETURN QUERY EXECUTE format(
-            'SELECT $1, g.name, $2, g.id, c.claimed, coalesce(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
-                    l.open, e.ready, e.inflight, e.dead, g.paused, g.max_in_flight, g.rate_limit
+            'SELECT $1, g.name, $2, g.id, c.claimed, least(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
+                    l.open, e.ready, e.inflight, e.deferred, e.dead, g.paused, g.max_in_flight, g.rate_limit, g.mode
              FROM consumer_group AS g
              CROSS JOIN (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS head FROM %4$I) AS h
              CROSS JOIN LATERAL (SELECT claimed, first_open FROM %1$I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
              CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest, count(*) AS open FROM %2$I WHERE group_id = g.id AND seq >= c.first_open) AS l
-             CROSS JOIN LATERAL (SELECT count(*) FILTER (WHERE state = ''ready'') AS ready, count(*) FILTER (WHERE state = ''inflight'') AS inflight,
+             CROSS JOIN LATERAL (SELECT count(*) FILTER (WHERE state = ''ready'') AS ready, count(*) FILTER (WHERE state = ''inflight'') AS inflight, count(*) FILTER (WHERE state = ''deferred'') AS deferred,
                                         count(*) FILTER (WHERE state = ''dead'') AS dead FROM %3$I WHERE group_id = g.id) AS e
              WHERE g.stream_id = $2 AND (g.name = $3 OR $3 IS NULL) ORDER BY g.name',
             'consumer_group_cursor_' || s.id, 'consumer_lease_' || s.id, 'exception_queue_' || s.id, 'message_log_' || s.id || '_id_seq')

@@ -39,7 +39,7 @@ pub enum Script {
     Endless,
     /// Kills its process at this payload, and takes a fifth of a second for others.
     DieAt(u64),
-    /// Takes up to so many microseconds, always fails one in 500 messages, and one in 50 every other time.
+    /// Takes up to so many microseconds, always fails one in 2,000 messages, and one in 50 every other time.
     Flaky(u64),
 }
 
@@ -133,7 +133,7 @@ pub async fn act(
                 }
                 () = tokio::time::sleep(work) => {}
             }
-            if delivery.payload % 500 == 7 || delivery.payload % 50 == 3 && fastrand::bool() {
+            if delivery.payload % 2_000 == 7 || delivery.payload % 50 == 3 && fastrand::bool() {
                 note(What::Failed);
                 return Err("by chance");
             }

@@ -136,11 +136,8 @@ async fn order_holds_whatever_is_killed_or_frozen() {
     let url = database().await;
     let (client, db) = client_at(&url).await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
-    let retry = RetryPolicy::attempts(5).backoff(
-        Duration::from_millis(100),
-        1.0,
-        Duration::from_millis(100),
-    );
+    let retry =
+        RetryPolicy::attempts(5).backoff(Duration::from_millis(20), 1.0, Duration::from_millis(20));
     stream.group("g").ordered().lease(LEASE).retry(retry).create().await.unwrap();
     let place = Place { url, stream: "s", group: "g" };
     let journal = journal::Journal::default();

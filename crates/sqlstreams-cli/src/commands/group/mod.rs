@@ -22,7 +22,8 @@ macro_rules! columns {
         "\
 Columns: ids up to CLAIMED were handed out, up to RESOLVED are done or have become exceptions;
 LAG is how many ids there are beyond CLAIMED, an upper bound of the messages that wait; READY
-failed and wait for their next attempt, INFLIGHT are being tried again, DEAD are dead letters;
+failed and wait for their next attempt, INFLIGHT are being tried again, DEFERRED wait for an earlier
+message of their key (in ordered groups), DEAD are dead letters;
 LIMITS are a pause and the settings max_in_flight and rate_limit.
 "
     };
@@ -70,10 +71,12 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "open_leases": group.open_leases,
         "ready": group.ready,
         "inflight": group.inflight,
+        "deferred": group.deferred,
         "dead": group.dead,
         "paused": group.paused,
         "max_in_flight": group.max_in_flight,
         "rate_limit": group.rate_limit,
+        "mode": group.mode.as_str(),
         "lease_seconds": group.lease.as_secs_f64(),
         "max_attempts": group.retry.max_attempts,
         "backoff_base_seconds": group.retry.backoff_base.as_secs_f64(),
@@ -99,6 +102,7 @@ pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
         "#LEASES",
         "#READY",
         "#INFLIGHT",
+        "#DEFERRED",
         "#DEAD",
         "LIMITS",
     ]);
@@ -110,6 +114,7 @@ pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
             group.open_leases,
             group.ready,
             group.inflight,
+            group.deferred,
             group.dead,
         ];
         let name = [printable(&group.group, 60)].into_iter();

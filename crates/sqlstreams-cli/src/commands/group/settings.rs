@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::Args;
-use sqlstreams::{Bytes, GroupBuilder, GroupStatus, RetryPolicy};
+use sqlstreams::{Bytes, GroupBuilder, GroupStatus, Mode, RetryPolicy};
 
 use crate::values;
 
@@ -15,6 +15,10 @@ A message that failed is tried again after a delay drawn from nothing to a bound
 the factor times as much with every attempt, at most the cap. The limits hold over all consumers of
 the group together; what a consumer that died had in hand does not count. Retries count like
 everything else. Consumers that run take changes over with their next call.
+
+An ordered group handles the messages of one key one at a time, in their order, whatever fails or dies;
+other keys do not wait for that. The mode of a group that is being consumed can be changed while it is
+paused and nothing of it is in flight or waits for another attempt. Ordered groups take no limits.
 "
     };
 }
@@ -44,6 +48,9 @@ pub(super) struct Settings {
     /// At most so many messages per second; 0 for no limit
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     rate_limit: Option<f64>,
+    /// How messages are handed out: parallel or ordered
+    #[arg(long, value_name = "MODE", value_parser = values::mode)]
+    mode: Option<Mode>,
 }
 
 impl Settings {
@@ -56,12 +63,14 @@ impl Settings {
             backoff_cap,
             max_in_flight,
             rate_limit,
+            mode,
         } = self;
         lease.is_none()
             && max_attempts.is_none()
             && backoff_base.or(*backoff_cap).is_none()
             && backoff_factor.or(*rate_limit).is_none()
             && max_in_flight.is_none()
+            && mode.is_none()
     }
 
     /// Puts them on a group, whose policy is this one so far.
@@ -84,6 +93,9 @@ impl Settings {
         if let Some(rate) = self.rate_limit {
             group = group.rate_limit(rate);
         }
+        if let Some(mode) = self.mode {
+            group = group.mode(mode);
+        }
         group
     }
 }
@@ -92,7 +104,7 @@ impl Settings {
 pub(super) fn lines(group: &GroupStatus) -> String {
     let RetryPolicy { max_attempts, backoff_base, backoff_factor, backoff_cap, .. } = group.retry;
     format!(
-        "lease    {:?}\nretries  {max_attempts} attempts, delays up to {backoff_base:?} × {backoff_factor}, at most {backoff_cap:?}",
-        group.lease
+        "mode     {}\nlease    {:?}\nretries  {max_attempts} attempts, delays up to {backoff_base:?} × {backoff_factor}, at most {backoff_cap:?}",
+        group.mode, group.lease
     )
 }
