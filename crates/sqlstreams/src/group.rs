@@ -269,6 +269,12 @@ impl<T, C> GroupBuilder<T, C> {
         self
     }
 
+    /// Leaves the mode of an existing group as it is.
+    pub(crate) fn in_any_mode(mut self) -> Self {
+        self.mode = None;
+        self
+    }
+
     /// Messages of one key one at a time, in id order: short for [`mode`](Self::mode)`(`[`Mode::Ordered`]`)`.
     pub fn ordered(self) -> Self {
         self.mode(Mode::Ordered)

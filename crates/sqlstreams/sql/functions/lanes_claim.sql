@@ -222,6 +222,9 @@ BEGIN
             PERFORM fail_in_lanes(p_stream, g, p_seqs, p_tokens, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
         END IF;
         PERFORM renew_lanes(p_stream, g, p_owner, p_seqs, p_tokens);
+        IF EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder <> p_holder AND (w).until > clock_timestamp()) THEN
+            PERFORM free_lanes(p_stream, p_group, p_seqs, p_tokens);
+        END IF;
     END IF;
     IF c.first_open < c.next_seq THEN
         c.first_open := first_open_lease(p_stream, p_group, c);
@@ -273,7 +276,9 @@ BEGIN
                 END IF;
             END IF;
         END IF;
-        IF waiting THEN
+        IF waiting AND EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder = p_holder AND (w).until > now + interval '1 second') THEN
+            NULL;   -- that is known
+        ELSIF waiting THEN
             c.waiters := ARRAY(SELECT w FROM unnest(c.waiters) AS w WHERE (w).until > now AND (w).holder <> p_holder) || (p_holder, now + interval '2 seconds')::lane_waiter;
         ELSIF EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder = p_holder) THEN
             c.waiters := ARRAY(SELECT w FROM unnest(c.waiters) AS w WHERE (w).until > now AND (w).holder <> p_holder);

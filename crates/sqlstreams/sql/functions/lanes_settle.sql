@@ -174,6 +174,23 @@ BEGIN
         USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner;
 END $$;
 
+-- Others wait for lanes: leases of which little is left keep only those that they need. A handler may run for hours.
+CREATE OR REPLACE FUNCTION free_lanes(p_stream bigint, p_group bigint, p_seqs bigint[], p_tokens uuid[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format(
+        'UPDATE %1$I AS l SET lanes = needed.lanes
+         FROM (SELECT x.seq,
+                      coalesce((SELECT bit_or(1::bigint << lane_of(m.key, m.id)) FROM unnest(x.pending) AS r
+                                JOIN %2$I AS m ON m.id >= lower(r) AND m.id < upper(r) WHERE (x.lanes >> lane_of(m.key, m.id)) & 1 = 1), 0)
+                    | coalesce((SELECT bit_or(1::bigint << e.lane) FROM %3$I AS e WHERE e.group_id = $1 AND e.lease_id = x.token AND e.lane >= 0), 0) AS lanes
+               FROM unnest($2, $3) AS u(seq, token) JOIN %1$I AS x ON x.group_id = $1 AND x.seq = u.seq AND x.token = u.token
+               WHERE id_count(x.pending) <= 64) AS needed
+         WHERE l.group_id = $1 AND l.seq = needed.seq AND l.lanes <> needed.lanes AND needed.lanes <> 0',
+        'consumer_lease_' || p_stream, 'message_log_' || p_stream, 'exception_queue_' || p_stream)
+        USING p_group, p_seqs, p_tokens;
+END $$;
+
 -- Exceptions that were in flight under a lease whose holder was lost, or (p_lost false) that hands it back.
 CREATE OR REPLACE FUNCTION put_back_lane_exceptions(p_stream bigint, g consumer_group, p_token uuid, p_lanes bigint, p_lost boolean) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$

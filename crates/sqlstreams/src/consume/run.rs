@@ -63,7 +63,32 @@ impl Drop for Stopped {
     }
 }
 
+/// Consumes, and begins again where the group's mode was changed meanwhile.
 async fn consume<T, C>(
+    mut group: GroupBuilder<T, C>,
+    settings: Settings,
+    handler: Handler<T>,
+    runtime: Handle,
+) -> Result<Consumed>
+where
+    T: Send + 'static,
+    C: Codec<T>,
+{
+    loop {
+        let consumed =
+            consume_in_mode(group.clone(), settings.clone(), handler.clone(), runtime.clone());
+        match consumed.await {
+            Err(error) if error.kind() == ErrorKind::WrongMode => {
+                tracing::info!(%error, "the mode of a group was changed; consuming it as it is now");
+                // Not as it was wanted when the consumer was made.
+                group = group.in_any_mode();
+            }
+            ended => return ended,
+        }
+    }
+}
+
+async fn consume_in_mode<T, C>(
     group: GroupBuilder<T, C>,
     settings: Settings,
     handler: Handler<T>,

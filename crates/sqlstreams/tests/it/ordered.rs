@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use sqlstreams::{Client, Delivery, Outgoing, RetryPolicy, Stream};
+use sqlstreams::{CancellationToken, Client, Delivery, Mode, Outgoing, RetryPolicy, Stream};
 
 use crate::child::{Place, Process};
 use crate::journal::{self, Script, What};
-use crate::support::{client, client_at, count, database};
+use crate::support::{client, client_at, count, database, eventually};
 
 /// What handlers did, in the order in which they did it.
 #[derive(Debug, Default)]
@@ -234,4 +234,135 @@ fn check_journal(journal: &journal::Journal, dead: &HashSet<u64>, key: impl Fn(u
         }
     }
     assert_eq!(wrong, 0, "messages began before earlier ones of their key");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_fails_holds_only_itself_up() {
+    let (client, db) = client().await;
+    let stream = keyed(&client, "s", 1_000, 10).await;
+    let retry = RetryPolicy::attempts(100).backoff(
+        Duration::from_secs(3600),
+        1.0,
+        Duration::from_secs(3600),
+    );
+    let group = stream.group("g").ordered().retry(retry).create().await.unwrap();
+    let stop = CancellationToken::new();
+    let handled = Arc::new(Mutex::new(Vec::new()));
+    let noted = handled.clone();
+    let consumer = group.consumer().concurrency(8).stop_on(stop.clone());
+    let consuming = tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+        let fails = message.payload == 333;
+        if !fails {
+            noted.lock().unwrap().push(message.payload);
+        }
+        std::future::ready(if fails { Err("not today") } else { Ok(()) })
+    }));
+    // Of key 3 those before 333, of the others all.
+    eventually(async || handled.lock().unwrap().len() == 900 + 33).await;
+    send(&stream, 1_000, 10).await;
+    eventually(async || handled.lock().unwrap().len() == 1_800 + 33).await;
+    // One row for each of that key's messages that wait, and none besides.
+    eventually(async || {
+        let waiting = "SELECT count(*) FROM sqlstreams.exception_queue_1 WHERE state = 'deferred' AND key = 'k3'";
+        count(&db, waiting).await == 66 + 100
+    })
+    .await;
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 167);
+    let status = group.status().await.unwrap();
+    assert_eq!((status.ready, status.deferred, status.mode), (1, 166, Mode::Ordered));
+    stop.cancel();
+    consuming.await.unwrap().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_redriven_message_takes_its_place_before_those_that_wait() {
+    let (client, db) = client().await;
+    let stream = keyed(&client, "s", 4, 1).await;
+    let group = stream.group("g").ordered().retry(at_once(1)).create().await.unwrap();
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let run = async |fails: &'static [u64]| {
+        let noted = order.clone();
+        let consumer = group.consumer().concurrency(4).until_caught_up();
+        let consumed = consumer.run(move |message: Delivery<u64>| {
+            noted.lock().unwrap().push(message.payload);
+            let wrong = fails.contains(&message.payload);
+            std::future::ready(if wrong { Err("no") } else { Ok(()) })
+        });
+        consumed.await.unwrap();
+        std::mem::take(&mut *order.lock().unwrap())
+    };
+    // Two are dead, and hold nobody up.
+    assert_eq!(run(&[0, 2]).await, [0, 1, 2, 3]);
+    assert_eq!(group.redrive(None, 10).await.unwrap(), [1, 3]);
+    assert_eq!(run(&[]).await, [0, 2]);
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn messages_without_a_key_wait_for_nobody() {
+    let (client, _) = client().await;
+    let stream = crate::support::numbers(&client, "s", 32).await;
+    let all = Arc::new(tokio::sync::Barrier::new(32));
+    let consumer = stream.group("g").ordered().consumer().concurrency(32).until_caught_up();
+    let consumed = consumer.run(move |_: Delivery<u64>| {
+        let all = all.clone();
+        async move {
+            all.wait().await;
+        }
+    });
+    let consumed = tokio::time::timeout(Duration::from_secs(60), consumed).await;
+    assert_eq!(consumed.expect("they wait for each other").unwrap().handled, 32);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_mode_changes_only_while_nothing_is_handed_out_and_running_consumers_follow() {
+    let (client, db) = client().await;
+    let stream = keyed(&client, "s", 1_000, 7).await;
+    let group = stream.group("g").create().await.unwrap();
+    let (stop, hold) = (CancellationToken::new(), Arc::new(tokio::sync::Semaphore::new(0)));
+    let handled = Arc::new(Mutex::new(Vec::new()));
+    let (noted, held) = (handled.clone(), hold.clone());
+    let consumer = group.consumer().concurrency(4).stop_on(stop.clone());
+    let consuming = tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+        let (noted, held) = (noted.clone(), held.clone());
+        async move {
+            let _may = held.acquire().await.unwrap();
+            noted.lock().unwrap().push(message.payload);
+        }
+    }));
+    eventually(async || group.status().await.unwrap().open_leases > 0).await;
+    let busy = group.set_mode(Mode::Ordered).await.unwrap_err();
+    assert_eq!(busy.kind(), sqlstreams::ErrorKind::GroupBusy);
+    hold.add_permits(1_000);
+    eventually(async || handled.lock().unwrap().len() == 1_000).await;
+    for (mode, all) in [(Mode::Ordered, 2_000), (Mode::Parallel, 3_000), (Mode::Ordered, 4_000)] {
+        eventually(async || group.set_mode(mode).await.is_ok()).await;
+        assert_eq!(group.mode().await.unwrap(), mode);
+        send(&stream, 1_000, 7).await;
+        eventually(async || handled.lock().unwrap().len() == all).await;
+    }
+    stop.cancel();
+    assert_eq!(consuming.await.unwrap().unwrap().handled, 4_000);
+    let limits = "SELECT sqlstreams.alter_group(1, 1, p_max_in_flight => 5)";
+    let refused = db.batch_execute(limits).await.unwrap_err();
+    assert_eq!(refused.code().unwrap().code(), "SQ004");
+}
+
+/// Lanes that are behind when a group becomes parallel are read all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn lanes_that_are_behind_are_not_passed_over_by_a_change_of_mode() {
+    let (client, db) = client().await;
+    let stream = keyed(&client, "s", 1_000, 100).await;
+    let group = stream.group("g").ordered().create().await.unwrap();
+    // As if half of the lanes had been read up to 600.
+    db.batch_execute(
+        "SET search_path = sqlstreams; UPDATE consumer_group_cursor_1 SET cohorts = move_lanes(cohorts, x'00000000ffffffff'::bigint, 600)",
+    )
+    .await
+    .unwrap();
+    group.set_mode(Mode::Parallel).await.unwrap();
+    let consumer = group.consumer().until_caught_up();
+    let handled = consumer.run(async |_: Delivery<u64>| {}).await.unwrap().handled;
+    let skipped = "SELECT count(*) FROM sqlstreams.message_log_1 WHERE id <= 600 AND sqlstreams.lane_of(key, id) < 32";
+    assert_eq!(handled as i64, 1_000 - count(&db, skipped).await);
 }

@@ -90,6 +90,8 @@ impl Coordinator {
         let now = Instant::now();
         Self {
             pace: Pace::new(settings.concurrency * settings.batch_size, now),
+            // Not nothing, if it has begun again.
+            consumed: settings.health.snapshot().consumed,
             health: settings.health.clone(),
             protocol,
             settings,
@@ -99,7 +101,6 @@ impl Coordinator {
             holding,
             keeper,
             watch,
-            consumed: Consumed::default(),
             seen: Seen::ANYTHING,
             exceptions_next: true,
             exceptions_one_by_one: false,

@@ -75,6 +75,7 @@ impl Ordered {
         let now = Instant::now();
         Self {
             pace: Pace::new(settings.concurrency * settings.batch_size, now),
+            consumed: settings.health.snapshot().consumed,
             health: settings.health.clone(),
             protocol,
             settings,
@@ -82,7 +83,6 @@ impl Ordered {
             queue,
             results,
             watch,
-            consumed: Consumed::default(),
             lanes: Lanes::new(),
             seen: Seen::ANYTHING,
             lease_duration: Duration::from_secs(15),
