@@ -154,7 +154,7 @@ BEGIN
     -- No further than where the next cohort stands: it is read together with that one then.
     SELECT min(x.position) INTO beyond FROM unnest(c.cohorts) AS x WHERE x.lanes & p_lanes <> 0 AND x.position > first.position;
     at.claimed := first.position;
-    SELECT * INTO r FROM next_range(p_stream, least(p_limit * 64 / lane_count(lanes), 1000000, beyond - first.position), at);
+    SELECT * INTO r FROM next_range(p_stream, least(p_limit * 64 / lane_count(lanes), 50000, beyond - first.position), at);
     at := r.c;
     range := r.range;
     c.cohorts := move_lanes(c.cohorts, lanes, least(at.claimed, beyond));
@@ -172,13 +172,13 @@ END $$;
 -- consumers, heartbeats too, which follow each other.
 --
 -- p_holder: chosen at random by the consumer, and anew after a loss. p_seqs, p_tokens, p_done: all its leases, and the ids of
--- each that are finished. p_failed_…: failed first deliveries, as for advance. p_ended_…: exceptions that ended, with their keys; see
+-- each that are finished; p_finished: all of them are, and so are the exceptions that were claimed under it. p_failed_…: failed first deliveries, as for advance. p_ended_…: exceptions that ended, with their keys; see
 -- settle_lane_exceptions. p_limit: about how many messages to claim, 0 for none. p_suspect: one suspect may be among them, alone.
 --
 -- lost: nothing was recorded, all that the holder has is lost. Else there may be a new lease, which holds either ids of the log
 -- (pending) or exceptions (ids and so on, in id order; pending is empty). waiting: there is something to read, but no lane for the caller yet.
 CREATE OR REPLACE FUNCTION advance_lanes(p_stream bigint, p_group bigint, p_holder uuid, p_owner bigint,
-    p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
+    p_seqs bigint[], p_tokens uuid[], p_done int8multirange[], p_finished boolean[],
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
     p_ended_tokens uuid[], p_ended_ids bigint[], p_ended_keys text[], p_ended_outcomes text[], p_ended_errors text[], p_ended_delays double precision[],
     p_limit bigint, p_suspect boolean, p_token uuid)
@@ -221,7 +221,7 @@ BEGIN
         IF cardinality(p_failed_ids) > 0 THEN
             PERFORM fail_in_lanes(p_stream, g, p_seqs, p_tokens, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
         END IF;
-        PERFORM renew_lanes(p_stream, g, p_owner, p_seqs, p_tokens);
+        PERFORM renew_lanes(p_stream, g, p_owner, p_seqs, p_tokens, p_finished);
         IF EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder <> p_holder AND (w).until > clock_timestamp()) THEN
             PERFORM free_lanes(p_stream, p_group, p_seqs, p_tokens);
         END IF;

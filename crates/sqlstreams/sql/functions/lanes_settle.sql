@@ -93,10 +93,10 @@ BEGIN
     LOOP
         CONTINUE WHEN l.token <> ALL (p_failed_tokens);
         -- Only its own: leases of other lanes may be pending in the same range.
-        SELECT range_agg(int8range(id, id, '[]')) AS all, array_agg(id) AS ids, array_agg(outcome) AS outcomes, array_agg(error) AS errors, array_agg(delay) AS delays INTO f
+        SELECT range_agg(int8range(id, id, '[]')) AS among, array_agg(id) AS ids, array_agg(outcome) AS outcomes, array_agg(error) AS errors, array_agg(delay) AS delays INTO f
             FROM unnest(p_failed_tokens, p_ids, p_outcomes, p_errors, p_delays) AS u(token, id, outcome, error, delay) WHERE u.token = l.token;
         IF g.transactional THEN
-            l.pending := l.pending - take_done_of_lanes(p_stream, g.id, l.pending * f.all, l.lanes);
+            l.pending := l.pending - take_done_of_lanes(p_stream, g.id, l.pending * f.among, l.lanes);
         END IF;
         taken := record_failures(p_stream, g, l.pending, f.ids, f.outcomes, f.errors, f.delays, true);
         EXECUTE format('UPDATE %I SET pending = $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq, l.pending - taken;
@@ -161,15 +161,16 @@ BEGIN
         USING g.id, p_seqs, p_tokens, p_done;
 END $$;
 
--- Leases that hold nothing any more go; the others are the holder's for another lease_duration.
-CREATE OR REPLACE FUNCTION renew_lanes(p_stream bigint, g consumer_group, p_owner bigint, p_seqs bigint[], p_tokens uuid[]) RETURNS void
+-- Leases that are finished go; the others are the holder's for another lease_duration, also where nothing is left of them that it
+-- knows of: it counts on them, and if it is lost, somebody has to make ready what comes next of their keys.
+CREATE OR REPLACE FUNCTION renew_lanes(p_stream bigint, g consumer_group, p_owner bigint, p_seqs bigint[], p_tokens uuid[], p_finished boolean[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
-        'DELETE FROM %1$I AS l USING unnest($2, $3) AS u(seq, token)
-         WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending)
+        'DELETE FROM %1$I AS l USING unnest($2, $3, $4) AS u(seq, token, finished)
+         WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending) AND u.finished
            AND NOT EXISTS (SELECT FROM %2$I AS e WHERE e.group_id = $1 AND e.lease_id = u.token AND e.lane >= 0)', 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
-        USING g.id, p_seqs, p_tokens;
+        USING g.id, p_seqs, p_tokens, p_finished;
     EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
         USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner;
 END $$;

@@ -130,7 +130,7 @@ fn trouble() -> Duration {
 
 /// Processes that handle flaky messages are killed, frozen until others have taken their lanes, and started anew.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn order_holds_whatever_is_killed_or_frozen() {
+async fn tb_100_order_holds_whatever_is_killed_or_frozen() {
     const KEYS: u64 = 100;
     const LEASE: Duration = Duration::from_secs(1);
     let url = database().await;
@@ -237,7 +237,7 @@ fn check_journal(journal: &journal::Journal, dead: &HashSet<u64>, key: impl Fn(u
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_that_fails_holds_only_itself_up() {
+async fn tb_098_a_key_that_fails_holds_only_itself_up() {
     let (client, db) = client().await;
     let stream = keyed(&client, "s", 1_000, 10).await;
     let retry = RetryPolicy::attempts(100).backoff(
@@ -365,4 +365,107 @@ async fn lanes_that_are_behind_are_not_passed_over_by_a_change_of_mode() {
     let handled = consumer.run(async |_: Delivery<u64>| {}).await.unwrap().handled;
     let skipped = "SELECT count(*) FROM sqlstreams.message_log_1 WHERE id <= 600 AND sqlstreams.lane_of(key, id) < 32";
     assert_eq!(handled as i64, 1_000 - count(&db, skipped).await);
+}
+
+/// What a claim touches, in pages of the buffer cache.
+async fn pages_of_a_claim(db: &tokio_postgres::Client) -> i64 {
+    let claim = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON)
+        SELECT sqlstreams.advance_lanes(1, 1, gen_random_uuid(), NULL, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
+                                        '{}', '{}', '{}', '{}', '{}', '{}', 500, false, gen_random_uuid())";
+    db.batch_execute("BEGIN").await.unwrap();
+    let answer = db.simple_query(claim).await.unwrap();
+    db.batch_execute("ROLLBACK").await.unwrap();
+    let text = answer.iter().find_map(|message| match message {
+        tokio_postgres::SimpleQueryMessage::Row(row) => row.get(0),
+        _ => None,
+    });
+    let plan: serde_json::Value = serde_json::from_str(text.unwrap()).unwrap();
+    let pages = |kind: &str| plan[0]["Plan"][kind].as_i64().unwrap();
+    pages("Shared Hit Blocks") + pages("Shared Read Blocks")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_102_a_claim_costs_the_same_however_many_keys_wait() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.group("g").ordered().create().await.unwrap();
+    send(&stream, 2_000, 1_000).await;
+    // Plans are made, and catalogues read.
+    pages_of_a_claim(&db).await;
+    let few = pages_of_a_claim(&db).await;
+    send(&stream, 200_000, 50_000).await;
+    let many = pages_of_a_claim(&db).await;
+    println!("{few} pages with 1,000 keys, {many} with 50,000");
+    assert!(many < few + few / 2 + 100, "{few} pages with 1,000 keys, {many} with 50,000");
+}
+
+/// What handlers write is there once and in order, though consumers are dropped and leases end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn transactional_handlers_write_each_message_once_and_in_order() {
+    const MESSAGES: u64 = 1_500;
+    const KEYS: u64 = 20;
+    let url = database().await;
+    let (client, db) = client_at(&url).await;
+    db.batch_execute("CREATE TABLE effect (at bigserial, key text, message bigint)").await.unwrap();
+    let stream = keyed(&client, "s", MESSAGES, KEYS).await;
+    let retry = RetryPolicy::attempts(1_000).backoff(
+        Duration::from_millis(20),
+        1.0,
+        Duration::from_millis(20),
+    );
+    let lease = Duration::from_secs(1);
+    stream.group("g").ordered().lease(lease).retry(retry).create().await.unwrap();
+    let stop = CancellationToken::new();
+    let workers: Vec<_> = (0..3)
+        .map(|_| {
+            let (url, stop) = (url.clone(), stop.clone());
+            tokio::spawn(async move {
+                while !stop.is_cancelled() {
+                    let client = Client::builder(&url).pool_size(6).connect().await.unwrap();
+                    let group = client.stream::<u64>("s").open().await.unwrap().group("g");
+                    let consumer = group.consumer().concurrency(4).stop_on(stop.clone());
+                    let run = consumer.run_transactional(
+                        async |message: Delivery<u64>, tx: sqlstreams::Transaction| {
+                            let insert = "INSERT INTO effect (key, message) VALUES ($1, $2)";
+                            tx.execute(insert, &[&message.key, &message.id])
+                                .await
+                                .map_err(|e| e.to_string())?;
+                            match fastrand::u8(..) {
+                                0..12 => Err("by chance".to_owned()),
+                                12..40 => {
+                                    tokio::time::sleep(Duration::from_millis(fastrand::u64(0..30)))
+                                        .await;
+                                    Ok(())
+                                }
+                                _ => Ok(()),
+                            }
+                        },
+                    );
+                    let life = Duration::from_millis(fastrand::u64(500..4_000));
+                    // Dropped in the middle of whatever it does.
+                    if let Ok(ended) = tokio::time::timeout(life, run).await {
+                        ended.unwrap();
+                    }
+                }
+            })
+        })
+        .collect();
+    crate::support::until("all are handled", Duration::from_secs(90), async || {
+        count(&db, "SELECT count(DISTINCT message) FROM effect").await as u64 == MESSAGES
+    })
+    .await;
+    stop.cancel();
+    for worker in workers {
+        worker.await.unwrap();
+    }
+    let doubled = "SELECT count(*) - count(DISTINCT message) FROM effect";
+    assert_eq!(count(&db, doubled).await, 0);
+    let back = "SELECT count(*) FROM (SELECT message < lag(message) OVER (PARTITION BY key ORDER BY at) AS back FROM effect) AS x WHERE back";
+    assert_eq!(count(&db, back).await, 0);
+    for sql in [
+        "SELECT count(*) FROM sqlstreams.exception_queue_1",
+        "SELECT count(*) FROM sqlstreams.consumer_done_1",
+    ] {
+        assert_eq!(count(&db, sql).await, 0, "{sql}");
+    }
 }

@@ -61,9 +61,10 @@ impl Protocol {
         let Wanted { limit, suspect, token, bytes } = wanted;
         let limit = limit as i64;
         let owner = self.owner();
-        let seqs: Vec<i64> = report.leases.iter().map(|l| l.0).collect();
-        let tokens: Vec<Uuid> = report.leases.iter().map(|l| l.1).collect();
-        let done: Vec<String> = report.leases.iter().map(|l| l.2.to_string()).collect();
+        let seqs: Vec<i64> = report.leases.iter().map(|l| l.seq).collect();
+        let tokens: Vec<Uuid> = report.leases.iter().map(|l| l.token).collect();
+        let finished: Vec<bool> = report.leases.iter().map(|l| l.finished).collect();
+        let done: Vec<String> = report.leases.iter().map(|l| l.done.to_string()).collect();
         let failed_tokens: Vec<Uuid> = report.failed.iter().map(|f| f.token).collect();
         let failed_ids: Vec<i64> = report.failed.iter().map(|f| f.id).collect();
         let outcomes: Vec<&str> = report.failed.iter().map(|f| f.verdict.outcome).collect();
@@ -80,7 +81,7 @@ impl Protocol {
 
         let client = &self.stream.client;
         let advance = &client.inner.queries.advance_lanes;
-        let params: [&(dyn ToSql + Sync); 21] = [
+        let params: [&(dyn ToSql + Sync); 22] = [
             &self.stream.id,
             &self.group,
             &holder,
@@ -88,6 +89,7 @@ impl Protocol {
             &seqs,
             &tokens,
             &done,
+            &finished,
             &failed_tokens,
             &failed_ids,
             &outcomes,

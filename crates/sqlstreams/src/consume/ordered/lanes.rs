@@ -70,11 +70,20 @@ pub(super) struct Ended {
     pub(super) verdict: Verdict,
 }
 
+/// What is told of one lease.
+#[derive(Debug)]
+pub(super) struct LeaseReport {
+    pub(super) seq: i64,
+    pub(super) token: Uuid,
+    pub(super) done: IdSet,
+    /// Nothing of it is left.
+    pub(super) finished: bool,
+}
+
 /// What is told in one call.
 #[derive(Debug, Default)]
 pub(super) struct Report {
-    /// seq, token, what is finished.
-    pub(super) leases: Vec<(i64, Uuid, IdSet)>,
+    pub(super) leases: Vec<LeaseReport>,
     pub(super) failed: Vec<Failed>,
     pub(super) ended: Vec<Ended>,
     dropped: Vec<(Uuid, IdSet)>,
@@ -281,9 +290,14 @@ impl Lanes {
 
     /// All there is to tell, of all leases.
     pub(super) fn report(&self) -> Report {
-        let mut leases: Vec<_> =
-            self.leases.iter().map(|(token, l)| (l.seq, *token, l.done())).collect();
-        leases.sort_unstable_by_key(|(seq, _, _)| *seq);
+        let told = |(token, lease): (&Uuid, &Lease)| LeaseReport {
+            seq: lease.seq,
+            token: *token,
+            done: lease.done(),
+            finished: lease.is_finished(),
+        };
+        let mut leases: Vec<_> = self.leases.iter().map(told).collect();
+        leases.sort_unstable_by_key(|lease| lease.seq);
         let dropped = self.leases.iter().filter(|(_, l)| !l.dropped.is_empty());
         Report {
             leases,
@@ -295,9 +309,11 @@ impl Lanes {
 
     /// The server has taken a report that was sent at `sent`, and keeps the rest for another while.
     pub(super) fn reported(&mut self, report: &Report, sent: Instant, lease_duration: Duration) {
-        for (_, token, done) in &report.leases {
-            if let Some(lease) = self.leases.get_mut(token) {
-                lease.pending = lease.pending.minus(done);
+        for told in &report.leases {
+            if told.finished {
+                self.leases.remove(&told.token);
+            } else if let Some(lease) = self.leases.get_mut(&told.token) {
+                lease.pending = lease.pending.minus(&told.done);
             }
         }
         for (token, dropped) in &report.dropped {
@@ -306,7 +322,6 @@ impl Lanes {
                 lease.dropped.clear();
             }
         }
-        self.leases.retain(|_, lease| !(lease.pending.is_empty() && lease.is_finished()));
         self.failed.clear();
         self.ended.clear();
         self.stopped.clear();
