@@ -59,7 +59,7 @@ DECLARE
     rest     int8multirange;
 BEGIN
     LOOP
-        EXECUTE format('SELECT seq, pending, expires_at, reclaims FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
+        EXECUTE format('SELECT seq, pending, expires_at, reclaims, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
             INTO l USING g.id, c.first_open, started;
         IF l.seq IS NULL THEN
             RETURN;
@@ -68,7 +68,7 @@ BEGIN
             l.pending := l.pending - take_done(p_stream, g.id, l.pending);
         END IF;
         EXIT WHEN NOT isempty(l.pending) AND (l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims);
-        PERFORM make_suspects(p_stream, g, l.pending);
+        PERFORM make_suspects(p_stream, g, l.pending, l.lanes);
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
     END LOOP;
 
@@ -89,22 +89,22 @@ BEGIN
             USING g.id, l.seq, rest;
     END IF;
     -- A lease that was handed back is not a lost one.
-    EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims) VALUES ($1, $2, $3, $7, $4, $5, $6)', leases)
+    EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims, lanes) VALUES ($1, $2, $3, $7, $4, $5, $6, $8)', leases)
         USING g.id, c.next_seq, p_token, pending, started + g.lease_duration,
-              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END, p_owner;
+              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END, p_owner, l.lanes;
     c.next_seq := c.next_seq + 1;
 END $$;
 
 -- The messages of a poison range as exception rows that run alone, so that the one that kills its process does so alone.
-CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pending int8multirange) RETURNS void
+CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pending int8multirange, p_lanes bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
         'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, last_error)
          SELECT $1, id, ''ready'', 1, clock_timestamp(), key, ''its lease was lost repeatedly''
-         FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id',
+         FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 IS NULL OR ($3 >> lane_of(key, id)) & 1 = 1)',
         'exception_queue_' || p_stream, 'message_log_' || p_stream)
-        USING g.id, p_pending;
+        USING g.id, p_pending, p_lanes;
 END $$;
 
 -- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log.
