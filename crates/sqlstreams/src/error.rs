@@ -47,6 +47,8 @@ pub enum ErrorKind {
     InvalidMessage,
     /// A payload above [`MAX_PAYLOAD_BYTES`](crate::MAX_PAYLOAD_BYTES).
     TooLarge,
+    /// A binding of a group that makes no sense: a malformed pattern, too many words, no conditions at all.
+    InvalidBinding,
     /// The caller's transaction is not READ COMMITTED.
     WrongIsolation,
     /// The producer or consumer was closed.
@@ -75,6 +77,7 @@ impl ErrorKind {
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
             Self::TooLarge => "too_large",
+            Self::InvalidBinding => "invalid_binding",
             Self::WrongIsolation => "wrong_isolation",
             Self::Closed => "closed",
             Self::Database => "database",
@@ -228,6 +231,7 @@ impl Error {
             "SQ004" => ErrorKind::InvalidArgument,
             "SQ005" => ErrorKind::StreamExists,
             "SQ006" => ErrorKind::GroupExists,
+            "SQ020" => ErrorKind::InvalidBinding,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
+use crate::binding::{self, Binding};
 use crate::client::Client;
 use crate::consume::ConsumerBuilder;
 use crate::error::{Error, ErrorKind, Result};
@@ -102,6 +103,7 @@ pub struct GroupBuilder<T, C = Json> {
     lease: Option<Duration>,
     max_in_flight: Option<u32>,
     rate_limit: Option<f64>,
+    bindings: Option<Vec<Binding>>,
 }
 
 impl<T, C> Clone for GroupBuilder<T, C> {
@@ -115,6 +117,7 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             lease: self.lease,
             max_in_flight: self.max_in_flight,
             rate_limit: self.rate_limit,
+            bindings: self.bindings.clone(),
         }
     }
 }
@@ -166,6 +169,7 @@ impl<T, C> GroupBuilder<T, C> {
             lease: None,
             max_in_flight: None,
             rate_limit: None,
+            bindings: None,
         }
     }
 
@@ -213,6 +217,20 @@ impl<T, C> GroupBuilder<T, C> {
         self
     }
 
+    /// Only messages that match this binding, or another one of the group's, are for it: see [`Binding`]. Without any, all are.
+    /// An existing group that has others takes these over when it is opened with any, as by
+    /// [`set_bindings`](Group::set_bindings).
+    ///
+    /// ```no_run
+    /// # async fn f(orders: sqlstreams::Stream<u64>) -> sqlstreams::Result<()> {
+    /// orders.group("receipts").bind("orders.*.created").bind("refunds.#").create_if_missing().await?;
+    /// # Ok(()) }
+    /// ```
+    pub fn bind(mut self, binding: impl Into<Binding>) -> Self {
+        self.bindings.get_or_insert_default().push(binding.into());
+        self
+    }
+
     /// Creates the group.
     ///
     /// # Errors
@@ -240,7 +258,8 @@ impl<T, C> GroupBuilder<T, C> {
                 .get(0),
         };
         let settings = self.settings()?;
-        let params: [&(dyn ToSql + Sync); 10] = [
+        let bindings = self.bindings.as_deref().map(binding::to_json).transpose()?;
+        let params: [&(dyn ToSql + Sync); 11] = [
             &stream.id,
             &self.name,
             &after,
@@ -251,6 +270,7 @@ impl<T, C> GroupBuilder<T, C> {
             &settings.backoff_cap,
             &settings.max_in_flight,
             &settings.rate_limit,
+            &bindings,
         ];
         let id = stream
             .client
@@ -314,6 +334,9 @@ impl<T, C> GroupBuilder<T, C> {
         let group = Group { stream: self.stream, id, name: self.name };
         if settings != Settings::default() {
             group.alter(&settings).await?;
+        }
+        if let Some(bindings) = self.bindings {
+            group.set_bindings(bindings).await?;
         }
         Ok(group)
     }

@@ -71,6 +71,7 @@
 
 mod background;
 mod backoff;
+mod binding;
 mod client;
 mod connect;
 mod consume;
@@ -91,6 +92,7 @@ mod stream;
 mod supervision;
 mod wake;
 
+pub use binding::{Binding, BindingSet, Reached};
 pub use client::{Client, ClientBuilder};
 pub use connect::{Dsn, DsnError};
 pub use consume::{

@@ -198,7 +198,7 @@ fn check_text(what: &str, text: Option<&str>, limit: usize) -> Result<()> {
 }
 
 /// jsonb stores every character but U+0000. Not recursive: headers come from callers and may be nested at will.
-fn holds_nul(value: &Value) -> bool {
+pub(crate) fn holds_nul(value: &Value) -> bool {
     let mut open = vec![value];
     while let Some(value) = open.pop() {
         match value {

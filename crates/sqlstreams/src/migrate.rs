@@ -37,6 +37,8 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/transaction.sql"),
     include_str!("../sql/functions/lease.sql"),
     include_str!("../sql/functions/claim.sql"),
+    include_str!("../sql/functions/binding.sql"),
+    include_str!("../sql/functions/binding_set.sql"),
     include_str!("../sql/functions/fetch.sql"),
     include_str!("../sql/functions/settle.sql"),
     include_str!("../sql/functions/exceptions.sql"),

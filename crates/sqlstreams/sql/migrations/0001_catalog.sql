@@ -36,8 +36,24 @@ CREATE TABLE consumer_group (
     rate_limit      double precision CHECK (rate_limit BETWEEN 1e-6 AND 1e9),
     -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
     transactional   boolean NOT NULL DEFAULT false,
+    -- it has bindings, or had some: see binding_set
+    bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
+);
+
+-- What of its stream is for a group: the latest version for ids above its after_id, the one before for those below, and so on.
+-- See functions/binding.sql and binding_set.sql.
+CREATE TABLE binding_set (
+    group_id   bigint NOT NULL REFERENCES consumer_group ON DELETE CASCADE,
+    version    int NOT NULL,
+    after_id   bigint NOT NULL,
+    bindings   jsonb NOT NULL,
+    -- they, as SQL over the columns of the log; NULL: every message is for the group
+    condition  text,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_by text NOT NULL DEFAULT session_user,
+    PRIMARY KEY (group_id, version)
 );
 
 -- The fence of a stream: how far its log is final. See functions/fence.sql.

@@ -21,6 +21,7 @@ mod keeper;
 mod pace;
 mod protocol;
 mod run;
+mod sieve;
 mod term;
 mod transaction;
 mod workers;
