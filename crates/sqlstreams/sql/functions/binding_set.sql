@@ -220,9 +220,10 @@ BEGIN
         LEFT JOIN LATERAL jsonb_array_elements(c.bindings) AS x(binding) ON true
         WHERE g.stream_id = p_stream ORDER BY g.name, x.binding
     LOOP
-        EXECUTE format('SELECT %s FROM (SELECT $1 COLLATE "C" AS routing_key, $2 AS headers) AS m', coalesce(bindings_condition(jsonb_build_array(b.binding)), 'true'))
+        EXECUTE format('SELECT %s FROM (SELECT $1 COLLATE "C" AS routing_key, $2 AS headers) AS m',
+                       coalesce(bindings_condition(CASE WHEN b.binding IS NULL THEN '[]' ELSE jsonb_build_array(b.binding) END), 'true'))
             INTO hit USING p_routing_key, p_headers;
-        IF b.binding IS NULL OR hit THEN
+        IF hit THEN
             RETURN QUERY SELECT b.name, b.binding ->> 'pattern', b.binding -> 'headers';
         END IF;
     END LOOP;

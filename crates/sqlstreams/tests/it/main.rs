@@ -5,6 +5,7 @@
 
 mod ambiguous;
 mod batches;
+mod bindings;
 mod child;
 mod connections;
 mod consume;
@@ -33,9 +34,11 @@ mod pool;
 mod pooler;
 mod produce;
 mod proxy;
+mod reference;
 mod restarts;
 mod retry;
 mod rotation;
+mod routing;
 mod running;
 mod scene;
 mod schema;

@@ -101,7 +101,15 @@ impl Coordinator {
                 }
                 Ok(())
             }
-            page => self.fetched(token, limit, page),
+            page => {
+                if let Ok(page) = &page
+                    && page.more
+                    && let Some(last) = page.messages.last()
+                {
+                    self.sieve.found(page.messages.len(), (last.id - after) as usize);
+                }
+                self.fetched(token, limit, page)
+            }
         }
     }
 
