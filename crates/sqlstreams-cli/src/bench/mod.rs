@@ -6,6 +6,7 @@
 mod chaos;
 mod latency;
 mod place;
+mod routing;
 mod server;
 mod transactional;
 
@@ -21,6 +22,8 @@ pub(crate) enum BenchCommand {
     Latency(latency::LatencyArgs),
     /// What it costs to settle in the handlers' transactions
     Transactional(transactional::TransactionalArgs),
+    /// How fast a group with sparse bindings gets through the log
+    Routing(routing::RoutingArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -32,6 +35,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
     match command {
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
+        BenchCommand::Routing(args) => routing::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }
