@@ -48,6 +48,7 @@ DECLARE
     most   bigint := least(p_limit, 64);
     ids    bigint[];
     rest   int8multirange := '{}';
+    hits   int;
 BEGIN
     EXECUTE format('SELECT array_agg(id) FROM (SELECT id FROM %I WHERE id >= $1 AND id < $2 AND $3 @> id AND (%s) ORDER BY id LIMIT $4) AS x',
                    'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(pending), upper(pending)), 'true'))
@@ -60,10 +61,17 @@ BEGIN
         IF lower(pending) > p_before THEN
             c.claimed := ids[most];
         ELSE
-            EXECUTE format('INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims)
-                            SELECT group_id, $3, gen_random_uuid(), $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
-                USING g.id, p_seq, c.next_seq, rest;
-            c.next_seq := c.next_seq + 1;
+            -- The lease that it was cut off from may be there still: else each claim would leave a piece behind.
+            EXECUTE format('UPDATE %1$I SET pending = pending + $3 WHERE group_id = $1 AND seq = (
+                                SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
+                USING g.id, c.first_open, rest, clock_timestamp();
+            GET DIAGNOSTICS hits = ROW_COUNT;
+            IF hits = 0 THEN
+                EXECUTE format('INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims)
+                                SELECT group_id, $3, gen_random_uuid(), $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
+                    USING g.id, p_seq, c.next_seq, rest;
+                c.next_seq := c.next_seq + 1;
+            END IF;
         END IF;
     END IF;
     IF ids IS NULL THEN

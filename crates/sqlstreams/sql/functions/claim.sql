@@ -180,6 +180,7 @@ BEGIN
     lost := settle_all(p_stream, g, p_owner, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
     paused := g.paused;
     limited := g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL;
+    looked_at := CASE WHEN g.bound THEN 0 END;
     room := least(p_limit, 1000000);
     IF room > 0 THEN
         SELECT a.room, a.wait INTO room, wait FROM allowance(p_stream, g, c, room) AS a;

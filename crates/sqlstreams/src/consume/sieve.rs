@@ -53,6 +53,9 @@ impl Sieve {
             return;
         };
         self.bound = true;
+        if ids == 0 {
+            return;
+        }
         if elapsed > MOMENT {
             self.most = (ids / 2).clamp(FEWEST_IDS, self.most.max(FEWEST_IDS));
         } else if elapsed < MOMENT / 2 && ids * 2 > self.most {
@@ -101,6 +104,16 @@ mod tests {
         }
         assert!(claims <= 6, "{claims}");
         assert_eq!(sieve.width(16, true), MOST_LOCKED);
+    }
+
+    #[test]
+    fn a_claim_that_brought_nothing_teaches_nothing() {
+        let mut sieve = bound();
+        for _ in 0..10 {
+            sieve.found(0, 50_000);
+        }
+        sieve.looked_at(Some(0), Duration::from_secs(1));
+        assert_eq!(sieve.width(16, false), MOST_IDS);
     }
 
     #[test]

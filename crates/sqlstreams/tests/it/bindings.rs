@@ -604,7 +604,7 @@ async fn max_in_flight_counts_messages_that_are_for_the_group() {
         let turns = 200 / limit + 1;
         let ideal = Duration::from_millis(20) * turns;
         assert!(
-            begun.elapsed() < ideal * 2 + Duration::from_secs(2),
+            begun.elapsed() < ideal * 3 + Duration::from_secs(5),
             "{:?}, ideal {ideal:?}",
             begun.elapsed()
         );
@@ -629,10 +629,11 @@ async fn a_limit_that_comes_later_counts_messages_as_well() {
     stream.group("g").max_in_flight(4).open().await.unwrap();
     db.batch_execute("UPDATE sqlstreams.consumer_lease_1 SET expires_at = clock_timestamp() + interval '500 milliseconds'").await.unwrap();
     sleep(Duration::from_millis(600)).await;
-    let begun = std::time::Instant::now();
     let (handled, most, leased) = gauge(&url, 2, Duration::from_millis(5)).await;
     assert_eq!((handled, most, leased), (300, 4, 4));
-    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+    // By ids instead of messages it would be 7,500 claims of 4 ids.
+    let claims = count(&db, "SELECT max(next_seq) FROM sqlstreams.consumer_group_cursor_1").await;
+    assert!(claims < 900, "{claims} claims");
 }
 
 /// Sparse matches are found at the speed of ranges, and still only so many a second are handed out.
@@ -651,7 +652,7 @@ async fn rate_limit_counts_messages_that_are_for_the_group() {
     println!("{handled} in {elapsed:.2} s");
     assert_eq!(handled, 400);
     assert!(elapsed >= (started - RATE / 10.0) / RATE * 0.95, "{elapsed}");
-    assert!(elapsed <= started / RATE * 2.0 + 2.0, "{elapsed}");
+    assert!(elapsed <= started / RATE * 3.0 + 5.0, "{elapsed}");
 }
 
 /// A dense part after a sparse one is shared: what one consumer cannot do soon it hands back.
@@ -723,4 +724,71 @@ async fn a_group_that_starts_late_is_bound_from_there() {
     let consumed =
         group.consumer().until_caught_up().run(async |_: Delivery<u64>| ()).await.unwrap();
     assert_eq!(consumed.handled, 10);
+}
+
+/// Messages are fetched one by one where one of them cannot be read, and that is one of the group's.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_message_of_a_lease_is_one_of_the_groups() {
+    let plain = installed(&database().await).await;
+    let samples =
+        ["b", "a", "b", "a"].map(|key| Sample { routing_key: Some(key.to_owned()), headers: None });
+    let ids = send(&plain, &samples).await;
+    let (stream, group) = (plain.stream, plain.group);
+    let bind = "SELECT sqlstreams.bind($1, $2, 'a')";
+    plain.db.query(bind, &[&stream, &group]).await.unwrap();
+    let sql = "SELECT token FROM sqlstreams.advance($1, $2, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 9, p_width => 9)";
+    let token: Uuid = plain.db.query_one(sql, &[&stream, &group]).await.unwrap().get(0);
+    for (after, next) in [(0, Some(ids[1])), (ids[1], Some(ids[3])), (ids[3], None)] {
+        let sql = "SELECT sqlstreams.next_id($1, $2, $3, $4)";
+        let row = plain.db.query_one(sql, &[&stream, &group, &token, &after]).await.unwrap();
+        assert_eq!(row.get::<_, Option<i64>>(0), next);
+    }
+}
+
+/// Messages that are not for the group leave no trace in the bookkeeping of handlers' transactions.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn effects_happen_exactly_once_for_what_is_bound() {
+    let (client, db) = client().await;
+    let stream = routed(&client, "s", 0..5_000, 10).await;
+    db.batch_execute("CREATE TABLE effect (n bigint PRIMARY KEY)").await.unwrap();
+    let policy = RetryPolicy::attempts(3).backoff(Duration::ZERO, 1.0, Duration::ZERO);
+    let group = stream.group("g").retry(policy).bind("rare.*").create().await.unwrap();
+    let consumer = group.consumer().concurrency(4).until_caught_up();
+    let consumed = consumer.run_transactional(async |message, tx| {
+        tx.execute("INSERT INTO effect VALUES ($1)", &[&(message.payload as i64)]).await.unwrap();
+        match message.payload.is_multiple_of(30) && message.attempt() == 1 {
+            true => Err("once"),
+            false => Ok(()),
+        }
+    });
+    assert_eq!(consumed.await.unwrap().handled, 500);
+    let effects = "SELECT count(*) FROM effect WHERE n % 10 = 0";
+    assert_eq!(count(&db, effects).await, 500);
+    assert_eq!(count(&db, "SELECT count(*) FROM effect").await, 500);
+    for table in ["consumer_done_1", "consumer_lease_1", "exception_queue_1"] {
+        assert_eq!(
+            count(&db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await,
+            0,
+            "{table}"
+        );
+    }
+}
+
+/// State stays flat: what is not for the group costs neither rows nor a claim for each.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sparse_binding_costs_few_claims_and_no_rows() {
+    let (client, db) = client().await;
+    let stream = routed(&client, "s", 1..100_001, 50_000).await;
+    let group = stream.group("g").bind("rare.*").create().await.unwrap();
+    let consumed =
+        group.consumer().until_caught_up().run(async |_: Delivery<u64>| ()).await.unwrap();
+    assert_eq!(consumed.handled, 2);
+    let claims =
+        "SELECT next_seq FROM sqlstreams.consumer_group_cursor_1 ORDER BY generation DESC LIMIT 1";
+    let claims = count(&db, claims).await;
+    // 16, 8 times as many each time up to 50,000, and what is left.
+    assert!(claims < 20, "{claims} leases for 100,000 ids");
+    let rows = "SELECT (SELECT count(*) FROM sqlstreams.consumer_lease_1) + (SELECT count(*) FROM sqlstreams.consumer_group_cursor_1)
+              + (SELECT count(*) FROM sqlstreams.exception_queue_1)";
+    assert_eq!(count(&db, rows).await, 1);
 }
