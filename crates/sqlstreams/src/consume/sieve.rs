@@ -9,7 +9,7 @@ const MOST_IDS: usize = 50_000;
 const MOST_LOCKED: usize = 10_000;
 /// The fewest, however long they take.
 const FEWEST_IDS: usize = 1_000;
-/// What is not done within this time was too much, and with twice this less than half of it is asked for.
+/// A claim that takes longer was too wide; one that takes less than half of it could have been wider.
 const MOMENT: Duration = Duration::from_millis(200);
 /// By how much the width grows at most from claim to claim.
 const GROWTH: f64 = 8.0;

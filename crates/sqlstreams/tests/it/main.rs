@@ -5,6 +5,8 @@
 
 mod ambiguous;
 mod batches;
+mod binding_limits;
+mod binding_versions;
 mod bindings;
 mod child;
 mod connections;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use fastrand::Rng;
 use serde_json::{Value, json};
-use sqlstreams::{Binding, ErrorKind, Headers};
+use sqlstreams::{Binding, Client, ErrorKind, Headers, Outgoing, Stream};
 use tokio_postgres::error::SqlState;
 
 use crate::plain::{Plain, installed};
@@ -22,6 +22,25 @@ pub async fn send(plain: &Plain, samples: &[Sample]) -> Vec<i64> {
     );
     let rows = plain.db.query(&sql, &[&keys, &headers]).await.unwrap();
     rows.iter().map(|row| row.get(0)).collect()
+}
+
+/// Sends numbers, each tenth with routing key `rare.N`, the others with `often.N`.
+pub async fn routed(
+    client: &Client,
+    name: &str,
+    numbers: std::ops::Range<u64>,
+    each: u64,
+) -> Stream<u64> {
+    let stream = client.stream::<u64>(name).create_if_missing().await.unwrap();
+    let numbers: Vec<u64> = numbers.collect();
+    for batch in numbers.chunks(10_000) {
+        let messages = batch.iter().map(|n| {
+            let word = if n.is_multiple_of(each) { "rare" } else { "often" };
+            Outgoing::new(n).routing_key(format!("{word}.{}", n % 3))
+        });
+        stream.producer().send_all(messages).await.unwrap();
+    }
+    stream
 }
 
 /// A new group with these bindings that starts at the end of the log.
