@@ -175,9 +175,10 @@ fn chain(error: &(dyn StdError + 'static)) -> String {
 
 fn exit_of(kind: ErrorKind) -> u8 {
     match kind {
-        ErrorKind::InvalidConfig | ErrorKind::InvalidName | ErrorKind::InvalidArgument => {
-            EXIT_USAGE
-        }
+        ErrorKind::InvalidConfig
+        | ErrorKind::InvalidName
+        | ErrorKind::InvalidArgument
+        | ErrorKind::InvalidBinding => EXIT_USAGE,
         ErrorKind::UnknownStream | ErrorKind::UnknownGroup => EXIT_NOT_FOUND,
         ErrorKind::Connection
         | ErrorKind::ReadOnly

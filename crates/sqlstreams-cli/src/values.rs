@@ -5,7 +5,8 @@ use std::time::{Duration, SystemTime};
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
 use jiff::{SignedDuration, Timestamp};
-use sqlstreams::{Mode, PayloadType, Start};
+use serde_json::Value;
+use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
 
 /// `15s`, `1m 30s`, `500ms`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
@@ -71,6 +72,34 @@ fn instant(at: Timestamp) -> Result<Start, String> {
     SystemTime::try_from(at).map(Start::Time).map_err(|_| "that is beyond the calendar".to_owned())
 }
 
+/// A pattern over routing keys, or JSON with `pattern`, `headers` or both.
+pub(crate) fn binding(text: &str) -> Result<Binding, String> {
+    if !text.trim_start().starts_with('{') {
+        return Ok(text.into());
+    }
+    let mut object = headers(text)?;
+    let pattern = match object.remove("pattern") {
+        None | Some(Value::Null) => None,
+        Some(Value::String(pattern)) => Some(pattern),
+        Some(_) => return Err("\"pattern\" has to be a string".to_owned()),
+    };
+    let headers = match object.remove("headers") {
+        None | Some(Value::Null) => Headers::new(),
+        Some(Value::Object(headers)) => headers,
+        Some(_) => return Err("\"headers\" has to be an object".to_owned()),
+    };
+    if let Some(name) = object.keys().next() {
+        return Err(format!("a binding has \"pattern\", \"headers\" or both, not {name:?}"));
+    }
+    let binding = pattern.map_or_else(|| Binding::headers(Headers::new()), Binding::from);
+    Ok(headers.into_iter().fold(binding, |binding, (name, value)| binding.header(name, value)))
+}
+
+/// A JSON object.
+pub(crate) fn headers(text: &str) -> Result<Headers, String> {
+    serde_json::from_str(text).map_err(|error| format!("it is not a JSON object: {error}"))
+}
+
 /// `json`, `jsonb`, `text` or `bytea`.
 pub(crate) fn payload_type(text: &str) -> Result<PayloadType, String> {
     text.parse().map_err(|_| "choose json, jsonb, text or bytea".to_owned())
@@ -102,6 +131,17 @@ mod tests {
         assert!(duration("0s").is_err() && duration("-1s").is_err() && duration("soon").is_err());
         assert_eq!(duration_or_none("0s"), Ok(Duration::ZERO));
         assert!(duration_or_none("-1s").is_err() && duration_or_none("0").is_err());
+    }
+
+    #[test]
+    fn bindings_are_patterns_or_json() {
+        assert_eq!(binding("a.*"), Ok("a.*".into()));
+        let both = Binding::from("a.#").header("n", 1);
+        assert_eq!(binding(r#" {"headers": {"n": 1}, "pattern": "a.#"}"#), Ok(both));
+        assert_eq!(binding(r#"{"headers": {"n": 1}}"#), Ok(Binding::headers([("n", 1)])));
+        for wrong in ["{", r#"{"pattern": 1}"#, r#"{"headers": []}"#, r#"{"header": {}}"#] {
+            assert!(binding(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

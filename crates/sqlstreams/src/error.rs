@@ -51,6 +51,8 @@ pub enum ErrorKind {
     InvalidMessage,
     /// A payload above [`MAX_PAYLOAD_BYTES`](crate::MAX_PAYLOAD_BYTES).
     TooLarge,
+    /// A binding of a group that makes no sense: a malformed pattern, too many words, no conditions at all.
+    InvalidBinding,
     /// The caller's transaction is not READ COMMITTED.
     WrongIsolation,
     /// The producer or consumer was closed.
@@ -81,6 +83,7 @@ impl ErrorKind {
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
             Self::TooLarge => "too_large",
+            Self::InvalidBinding => "invalid_binding",
             Self::WrongIsolation => "wrong_isolation",
             Self::Closed => "closed",
             Self::Database => "database",
@@ -236,6 +239,7 @@ impl Error {
             "SQ006" => ErrorKind::GroupExists,
             "SQ012" => ErrorKind::WrongMode,
             "SQ013" => ErrorKind::GroupBusy,
+            "SQ020" => ErrorKind::InvalidBinding,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

@@ -5,6 +5,7 @@ use std::time::{Duration, SystemTime};
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
+use crate::binding::{self, Binding};
 use crate::client::Client;
 use crate::consume::ConsumerBuilder;
 use crate::error::{Error, ErrorKind, Result};
@@ -145,6 +146,7 @@ pub struct GroupBuilder<T, C = Json> {
     max_in_flight: Option<u32>,
     rate_limit: Option<f64>,
     mode: Option<Mode>,
+    bindings: Option<Vec<Binding>>,
 }
 
 impl<T, C> Clone for GroupBuilder<T, C> {
@@ -159,6 +161,7 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             max_in_flight: self.max_in_flight,
             rate_limit: self.rate_limit,
             mode: self.mode,
+            bindings: self.bindings.clone(),
         }
     }
 }
@@ -215,6 +218,7 @@ impl<T, C> GroupBuilder<T, C> {
             max_in_flight: None,
             rate_limit: None,
             mode: None,
+            bindings: None,
         }
     }
 
@@ -280,6 +284,20 @@ impl<T, C> GroupBuilder<T, C> {
         self.mode(Mode::Ordered)
     }
 
+    /// Only messages that match this binding, or another one of the group's, are for it: see [`Binding`]. Without any, all are.
+    /// An existing group that has others takes these over when it is opened with any, as by
+    /// [`set_bindings`](Group::set_bindings).
+    ///
+    /// ```no_run
+    /// # async fn f(orders: sqlstreams::Stream<u64>) -> sqlstreams::Result<()> {
+    /// orders.group("receipts").bind("orders.*.created").bind("refunds.#").create_if_missing().await?;
+    /// # Ok(()) }
+    /// ```
+    pub fn bind(mut self, binding: impl Into<Binding>) -> Self {
+        self.bindings.get_or_insert_default().push(binding.into());
+        self
+    }
+
     /// Creates the group.
     ///
     /// # Errors
@@ -308,7 +326,8 @@ impl<T, C> GroupBuilder<T, C> {
         };
         let settings = self.settings()?;
         let mode = self.mode.map(Mode::as_str);
-        let params: [&(dyn ToSql + Sync); 11] = [
+        let bindings = self.bindings.as_deref().map(binding::to_json).transpose()?;
+        let params: [&(dyn ToSql + Sync); 12] = [
             &stream.id,
             &self.name,
             &after,
@@ -319,6 +338,7 @@ impl<T, C> GroupBuilder<T, C> {
             &settings.backoff_cap,
             &settings.max_in_flight,
             &settings.rate_limit,
+            &bindings,
             &mode,
         ];
         let id = stream
@@ -383,6 +403,9 @@ impl<T, C> GroupBuilder<T, C> {
         let group = Group { stream: self.stream, id, name: self.name };
         if settings != Settings::default() {
             group.alter(&settings).await?;
+        }
+        if let Some(bindings) = self.bindings {
+            group.set_bindings(bindings).await?;
         }
         if let Some(mode) = self.mode
             && group.mode().await? != mode

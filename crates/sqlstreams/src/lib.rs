@@ -52,6 +52,9 @@
 //! before its transaction has committed. A message that commits late is not passed over: a group waits for transactions that
 //! are writing to the same stream, and for no others.
 //!
+//! **Routing.** A group receives everything, or with bindings ([`GroupBuilder::bind`]) what they match: patterns over routing
+//! keys and conditions on headers. They change forward only: what was claimed is judged as before.
+//!
 //! **Failure.** An error, a panic or a timeout of a handler is a failed attempt: the message is tried again after a backoff,
 //! up to the group's `max_attempts`, then it is a dead letter, which an operator redrives or discards
 //! ([`Group::redrive`], [`Group::discard`]). Meanwhile the group goes on with the messages after it.
@@ -71,6 +74,7 @@
 
 mod background;
 mod backoff;
+mod binding;
 mod client;
 mod connect;
 mod consume;
@@ -91,6 +95,7 @@ mod stream;
 mod supervision;
 mod wake;
 
+pub use binding::{Binding, BindingSet, Reached};
 pub use client::{Client, ClientBuilder};
 pub use connect::{Dsn, DsnError};
 pub use consume::{

@@ -66,7 +66,8 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
-    /// What groups select the message by: at most [`MAX_ROUTING_KEY_BYTES`], without NUL.
+    /// What groups select the message by, words with dots between them: at most [`MAX_ROUTING_KEY_BYTES`], without NUL. See
+    /// [`Binding`](crate::Binding).
     pub fn routing_key(mut self, routing_key: impl Into<String>) -> Self {
         self.meta.routing_key = Some(routing_key.into());
         self
@@ -198,7 +199,7 @@ fn check_text(what: &str, text: Option<&str>, limit: usize) -> Result<()> {
 }
 
 /// jsonb stores every character but U+0000. Not recursive: headers come from callers and may be nested at will.
-fn holds_nul(value: &Value) -> bool {
+pub(crate) fn holds_nul(value: &Value) -> bool {
     let mut open = vec![value];
     while let Some(value) = open.pop() {
         match value {

@@ -40,6 +40,8 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/lanes_settle.sql"),
     include_str!("../sql/functions/lanes_mode.sql"),
     include_str!("../sql/functions/claim.sql"),
+    include_str!("../sql/functions/binding.sql"),
+    include_str!("../sql/functions/binding_set.sql"),
     include_str!("../sql/functions/lanes_claim.sql"),
     include_str!("../sql/functions/fetch.sql"),
     include_str!("../sql/functions/settle.sql"),

@@ -41,7 +41,7 @@ macro_rules! queries {
 queries! {
     /// Those that are the same for every stream.
     Queries {
-        advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID, INT8],
+        advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID, INT8, INT8],
         advance_lanes: [INT8, INT8, UUID, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, BOOL_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, BOOL, UUID],
         release_lanes: [INT8, INT8, UUID],
         set_mode: [INT8, INT8, TEXT],
@@ -70,12 +70,18 @@ queries! {
         drop_stream: [INT8],
         find_stream: [TEXT],
         list_streams: [TEXT],
-        create_group: [INT8, TEXT, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8, TEXT],
+        create_group: [INT8, TEXT, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8, TEXT, TEXT],
         alter_group: [INT8, INT8, FLOAT8, INT4, FLOAT8, FLOAT8, FLOAT8, INT4, FLOAT8, BOOL],
         pause_group: [INT8, INT8],
         resume_group: [INT8, INT8],
         drop_group: [INT8, INT8],
         find_group: [INT8, TEXT],
+        current_bindings: [INT8, INT8],
+        set_bindings: [INT8, INT8, TEXT],
+        bind: [INT8, INT8, TEXT],
+        unbind: [INT8, INT8, TEXT],
+        list_binding_sets: [TEXT, TEXT],
+        test_bindings: [INT8, TEXT, TEXT],
         is_resolved: [INT8, INT8, INT8],
         stream_head: [INT8],
         position_at: [INT8, TIMESTAMPTZ],

@@ -7,6 +7,7 @@ mod chaos;
 mod latency;
 mod ordered;
 mod place;
+mod routing;
 mod server;
 mod transactional;
 
@@ -24,6 +25,8 @@ pub(crate) enum BenchCommand {
     Transactional(transactional::TransactionalArgs),
     /// What it costs to keep the messages of a key in order
     Ordered(ordered::OrderedArgs),
+    /// How fast a group with sparse bindings gets through the log
+    Routing(routing::RoutingArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -36,6 +39,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Ordered(args) => ordered::run(args, context).await,
+        BenchCommand::Routing(args) => routing::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

@@ -37,8 +37,13 @@ impl Tables {
 
     /// The full name of one, for SQL.
     pub(crate) fn name(&self, table: &str) -> String {
+        Self::in_schema(&self.schema, &format!("{}_{table}", self.stream))
+    }
+
+    /// The full name of any table, for SQL.
+    pub(crate) fn in_schema(schema: &str, table: &str) -> String {
         let quoted = |name: &str| format!("\"{}\"", name.replace('"', "\"\""));
-        format!("{}.{}", quoted(&self.schema), quoted(&format!("{}_{table}", self.stream)))
+        format!("{}.{}", quoted(schema), quoted(table))
     }
 }
 

@@ -68,6 +68,25 @@ fn transactional_counts_both_sides() {
 }
 
 #[test]
+fn routing_counts_both_sides() {
+    let bench = Bench::new();
+    let args = ["bench", "routing", "--messages", "20000", "--one-in", "3000"];
+    let facts = bench.json(&args);
+    assert_eq!((&facts["messages"], &facts["matching"]), (&20_000.into(), &8.into()), "{facts:#}");
+    let bindings = facts["bindings"].as_array().unwrap();
+    assert_eq!(bindings.len(), 3);
+    for binding in bindings {
+        let rate = |name: &str| binding[name].as_f64().unwrap();
+        let (bare, group) = (rate("bare_ids_per_second"), rate("group_ids_per_second"));
+        assert!(bare > 0.0 && group > 0.0, "{facts:#}");
+        assert!((rate("ratio") - group / bare).abs() < 1e-9, "{facts:#}");
+    }
+    let met = bindings.iter().all(|binding| binding["ratio"].as_f64() >= facts["target"].as_f64());
+    assert_eq!(facts["target_met"], met);
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn chaos_loses_nothing_and_leaves_nothing() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "chaos", "--for", "2s", "--rate", "100", "--seed", "7"]);

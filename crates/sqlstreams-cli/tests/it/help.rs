@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 29] = [
+const COMMANDS: [&[&str]; 36] = [
     &[],
     &["demo"],
     &["up"],
@@ -21,6 +21,12 @@ const COMMANDS: [&[&str]; 29] = [
     &["group", "show"],
     &["group", "create"],
     &["group", "alter"],
+    &["group", "bindings"],
+    &["group", "bindings", "set"],
+    &["group", "bindings", "add"],
+    &["group", "bindings", "remove"],
+    &["group", "bindings", "history"],
+    &["group", "bindings", "test"],
     &["group", "pause"],
     &["group", "resume"],
     &["group", "drop"],
@@ -31,6 +37,7 @@ const COMMANDS: [&[&str]; 29] = [
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
+    &["bench", "routing"],
     &["bench", "chaos"],
 ];
 

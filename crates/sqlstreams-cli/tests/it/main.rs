@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)] // A panic is how a test reports.
 
 mod bench;
+mod bindings;
 mod consume;
 mod databases;
 mod dead;

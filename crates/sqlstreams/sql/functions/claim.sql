@@ -29,6 +29,14 @@ BEGIN
         c.claimed := reached;
         EXIT WHEN reached < settled;    -- a million ids of nothing: let others have the lock
 
+        -- A claim so wide is for a group with bindings that catches up. To be told by the fence that all of it is final costs less
+        -- than to check it.
+        IF p_limit > 20000 AND NOT looked AND log_head(p_stream) >= c.claimed + p_limit THEN
+            looked := true;
+            settled := look_at_gap(p_stream, c.claimed);
+            CONTINUE WHEN settled > c.claimed;
+        END IF;
+
         -- Above it, as far as the ids follow each other without a gap: everything is visible, nothing to wait for.
         EXECUTE format('SELECT max(id) FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM %I WHERE id > $1 AND id <= $1 + $2) AS x WHERE id = $1 + n', log)
             INTO hit USING c.claimed, p_limit;
@@ -102,8 +110,8 @@ BEGIN
     EXECUTE format(
         'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, last_error)
          SELECT $1, id, ''ready'', 1, clock_timestamp(), key, ''its lease was lost repeatedly''
-         FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 IS NULL OR ($3 >> lane_of(key, id)) & 1 = 1)',
-        'exception_queue_' || p_stream, 'message_log_' || p_stream)
+         FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 IS NULL OR ($3 >> lane_of(key, id)) & 1 = 1) AND (%s)',
+        'exception_queue_' || p_stream, 'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(p_pending), upper(p_pending)), 'true'))
         USING g.id, p_pending, p_lanes;
 END $$;
 
@@ -141,15 +149,19 @@ END $$;
 -- fetch(p_token) in the same write. It must be random.
 --
 -- p_owner: the number of the calling process (owner.sql), NULL if it has none.
+-- p_width: in a group with bindings, the ids to look among for p_limit messages. Then it claims that many ids, of which
+-- fetch returns the messages that are for the group. Without it, or where the group has a limit, it claims only ids of such
+-- messages, at most 64.
 --
 -- Returns one row: the leases named that were not the caller's any more (nothing about those was recorded), and the new
 -- lease, NULLs when there was nothing to claim. paused: the group is. limited: it has a limit, so tell at once what is
 -- finished. wait: the rate limit is used up; ask again after that.
+-- looked_at: in a group with bindings, how many ids the claim is about; there may be none of them to hand out.
 CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
     p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
-    p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL)
-RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval)
+    p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL, p_width bigint DEFAULT NULL)
+RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval, looked_at bigint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -169,6 +181,7 @@ BEGIN
     lost := settle_all(p_stream, g, p_owner, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
     paused := g.paused;
     limited := g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL;
+    looked_at := CASE WHEN g.bound THEN 0 END;
     room := least(p_limit, 1000000);
     IF room > 0 THEN
         SELECT a.room, a.wait INTO room, wait FROM allowance(p_stream, g, c, room) AS a;
@@ -177,11 +190,22 @@ BEGIN
         c.first_open := first_open_lease(p_stream, p_group, c);
     END IF;
     IF room > 0 THEN
-        SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, room, c);
+        SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, CASE WHEN g.bound THEN claim_width(room, p_width) ELSE room END, c);
         c := r.c;
         pending := r.pending;
-        IF pending IS NOT NULL THEN
-            seq := c.next_seq - 1;
+        seq := c.next_seq - 1;
+        IF g.bound THEN
+            looked_at := id_count(pending);
+            IF pending IS NOT NULL AND (limited OR p_width IS NULL) THEN
+                SELECT * INTO r FROM keep_matching(p_stream, g, seq, before.claimed, room, c, pending);
+                c := r.c;
+                pending := r.pending;
+                looked_at := r.looked_at;
+            END IF;
+        END IF;
+        IF pending IS NULL THEN
+            seq := NULL;
+        ELSE
             token := p_token;
             c.paced_until := spend(g, c.paced_until, id_count(pending));
         END IF;

@@ -21,7 +21,7 @@ BEGIN
     END IF;
 END $$;
 
--- The messages of lease p_token after id p_after, at most p_limit of them and about p_bytes of payload (but at least
+-- The messages of lease p_token after id p_after that are for the group (binding_set.sql), at most p_limit of them and about p_bytes of payload (but at least
 -- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
 -- stream's payloads: fetch(…, NULL::json).
 --
@@ -35,23 +35,24 @@ RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 DECLARE
-    pending int8multirange;
-    lanes   bigint;
+    pending   int8multirange;
+    lanes     bigint;
+    condition text;
 BEGIN
     PERFORM require_read_committed();
     SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
     IF pending IS NULL OR isempty(pending) THEN
         RETURN;
     END IF;
+    condition := binding_condition(p_group, lower(pending), upper(pending));
     RETURN QUERY EXECUTE format(
         'SELECT id, key, routing_key, headers, produced_at, more, payload
          FROM (SELECT id, key, routing_key, headers, produced_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
-               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT $5 + 1) AS m) AS m
+               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
-         ORDER BY id LIMIT $5',
-        'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%L::bigint >> lane_of(key, id)) & 1 = 1', lanes) END)
+         ORDER BY id LIMIT $5', 'message_log_' || p_stream, in_lanes(lanes), ' AND (' || condition || ')')
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
 END $$;
 
@@ -83,8 +84,8 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
-    EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id %s ORDER BY id LIMIT 1',
-                   'message_log_' || p_stream, CASE WHEN lanes <> -1 THEN format('AND (%L::bigint >> lane_of(key, id)) & 1 = 1', lanes) END)
+    EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s AND (%s) ORDER BY id LIMIT 1', 'message_log_' || p_stream,
+                   in_lanes(lanes), coalesce(binding_condition(p_group, lower(pending), upper(pending)), 'true'))
         INTO hit USING lower(pending), upper(pending), p_after, pending;
     RETURN hit;
 END $$;

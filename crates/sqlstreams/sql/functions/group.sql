@@ -53,11 +53,13 @@ BEGIN
     RETURN mid;
 END $$;
 
--- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults.
+-- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults. p_bindings: see
+-- set_bindings; they hold for the whole log.
 CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
     p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
-    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL, p_mode text DEFAULT NULL)
+    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL,
+    p_bindings jsonb DEFAULT NULL, p_mode text DEFAULT NULL)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -80,6 +82,9 @@ BEGIN
     PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
                         p_max_in_flight, p_rate_limit, p_transactional);
     EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
+    IF p_bindings IS NOT NULL AND normal_bindings(p_bindings) <> '[]' THEN
+        PERFORM add_binding_set(p_stream, g, 0, normal_bindings(p_bindings));
+    END IF;
     IF p_mode IS NOT NULL THEN
         PERFORM set_mode(p_stream, g, p_mode);
     END IF;

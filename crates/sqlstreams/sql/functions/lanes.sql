@@ -21,6 +21,12 @@ LANGUAGE sql IMMUTABLE AS $$
     SELECT ((CASE WHEN p_key IS NULL THEN p_id ELSE hashtextextended(p_key, 0) END) & 63)::int
 $$;
 
+-- A condition for the messages of these lanes, for dynamic SQL.
+CREATE OR REPLACE FUNCTION in_lanes(p_lanes bigint) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT CASE WHEN p_lanes <> -1 THEN format(' AND (%L::bigint >> lane_of(key, id)) & 1 = 1', p_lanes) ELSE '' END
+$$;
+
 CREATE OR REPLACE FUNCTION lane_count(p_lanes bigint) RETURNS int
 LANGUAGE sql IMMUTABLE AS $$ SELECT bit_count(p_lanes::bit(64))::int $$;
 
@@ -115,7 +121,7 @@ BEGIN
     EXECUTE format(
         'WITH mine AS MATERIALIZED (
              SELECT id, key FROM %2$I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND key IS NOT NULL
-                AND ($3 >> lane_of(key, id)) & 1 = 1 AND ($4 IS NULL OR key = ANY ($4))),
+                AND ($3 >> lane_of(key, id)) & 1 = 1 AND ($4 IS NULL OR key = ANY ($4)) AND (%3$s)),
          lowest AS MATERIALIZED (
              SELECT key, (SELECT message_id FROM %1$I AS e WHERE group_id = $1 AND e.key = k.key AND lane >= 0 AND state <> ''dead'' ORDER BY message_id LIMIT 1) AS id
              FROM (SELECT DISTINCT key FROM mine) AS k),
@@ -123,7 +129,8 @@ BEGIN
              INSERT INTO %1$I (group_id, message_id, state, due_at, key, lane)
              SELECT $1, m.id, ''deferred'', $5, m.key, lane_of(m.key, m.id) FROM mine AS m JOIN lowest AS l ON l.key = m.key AND l.id < m.id
              RETURNING message_id)
-         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM rows', exceptions, 'message_log_' || p_stream)
+         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM rows', exceptions, 'message_log_' || p_stream,
+        coalesce(binding_condition(p_group, lower(p_ids), upper(p_ids)), 'true'))
         INTO taken USING p_group, p_ids, p_lanes, CASE WHEN cardinality(blocked) <= 1000 THEN blocked END, clock_timestamp();
     RETURN taken;
 END $$;

@@ -73,9 +73,10 @@ BEGIN
         'WITH rows AS (
              INSERT INTO %1$I (group_id, message_id, state, losses, due_at, key, lane, last_error)
              SELECT $1, id, CASE WHEN key IS NULL THEN ''ready'' ELSE ''deferred'' END, 1, $4, key, lane_of(key, id), ''its lease was lost repeatedly''
-             FROM %2$I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 >> lane_of(key, id)) & 1 = 1
+             FROM %2$I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 >> lane_of(key, id)) & 1 = 1 AND (%3$s)
              RETURNING key)
-         SELECT array_agg(DISTINCT key) FROM rows WHERE key IS NOT NULL', 'exception_queue_' || p_stream, 'message_log_' || p_stream)
+         SELECT array_agg(DISTINCT key) FROM rows WHERE key IS NOT NULL', 'exception_queue_' || p_stream, 'message_log_' || p_stream,
+        coalesce(binding_condition(g.id, lower(p_pending), upper(p_pending)), 'true'))
         INTO keys USING g.id, p_pending, p_lanes, clock_timestamp();
     PERFORM promote(p_stream, g.id, keys);
 END $$;

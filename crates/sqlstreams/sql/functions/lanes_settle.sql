@@ -115,9 +115,10 @@ BEGIN
             'WITH rows AS (
                  INSERT INTO %1$I (group_id, message_id, state, due_at, key, lane)
                  SELECT $1, id, ''deferred'', $5, key, lane_of(key, id) FROM %2$I
-                 WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND key = ANY ($3) AND ($4 >> lane_of(key, id)) & 1 = 1
+                 WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND key = ANY ($3) AND ($4 >> lane_of(key, id)) & 1 = 1 AND (%3$s)
                  RETURNING message_id)
-             SELECT range_agg(int8range(message_id, message_id, ''[]'')) FROM rows', 'exception_queue_' || p_stream, 'message_log_' || p_stream)
+             SELECT range_agg(int8range(message_id, message_id, ''[]'')) FROM rows', 'exception_queue_' || p_stream, 'message_log_' || p_stream,
+            coalesce(binding_condition(g.id, lower(l.pending), upper(l.pending)), 'true'))
             INTO taken USING g.id, l.pending, stopped, l.lanes, clock_timestamp();
         IF taken IS NOT NULL THEN
             EXECUTE format('UPDATE %I SET pending = $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq, l.pending - taken;

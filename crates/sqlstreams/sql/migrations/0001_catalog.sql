@@ -38,8 +38,24 @@ CREATE TABLE consumer_group (
     transactional   boolean NOT NULL DEFAULT false,
     -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
     mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
+    -- it has bindings, or had some: see binding_set
+    bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
+);
+
+-- What of its stream is for a group: the latest version for ids above its after_id, the one before for those below, and so on.
+-- See functions/binding.sql and binding_set.sql.
+CREATE TABLE binding_set (
+    group_id   bigint NOT NULL REFERENCES consumer_group ON DELETE CASCADE,
+    version    int NOT NULL,
+    after_id   bigint NOT NULL,
+    bindings   jsonb NOT NULL,
+    -- they, as SQL over the columns of the log; NULL: every message is for the group
+    condition  text,
+    changed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    changed_by text NOT NULL DEFAULT session_user,
+    PRIMARY KEY (group_id, version)
 );
 
 -- The fence of a stream: how far its log is final. See functions/fence.sql.

@@ -190,6 +190,12 @@ impl Held {
         Some((lease.token, lease.fetched_to - 1, lease.one_by_one))
     }
 
+    /// How many ids leases hold beyond what was fetched of them.
+    pub(crate) fn unfetched_ids(&self) -> usize {
+        let open = self.leases.values().filter(|l| !l.is_fetched() && !l.term.is_over());
+        open.map(|l| l.unfetched().len()).sum()
+    }
+
     /// A message of the lease could not be read.
     pub(crate) fn fetch_one_by_one(&mut self, token: Uuid) {
         if let Some(lease) = self.leases.get_mut(&token) {

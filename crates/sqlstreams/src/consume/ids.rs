@@ -18,6 +18,12 @@ impl IdSet {
         self.0.is_empty()
     }
 
+    /// How many ids are in it.
+    pub(crate) fn len(&self) -> usize {
+        let ids: i64 = self.0.iter().map(|(lower, upper)| upper - lower).sum();
+        usize::try_from(ids).unwrap_or(usize::MAX)
+    }
+
     /// The lowest id.
     pub(crate) fn first(&self) -> Option<i64> {
         self.0.first().map(|r| r.0)

@@ -23,6 +23,7 @@ mod ordered;
 mod pace;
 mod protocol;
 mod run;
+mod sieve;
 mod term;
 mod transaction;
 mod workers;

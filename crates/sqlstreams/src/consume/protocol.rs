@@ -71,6 +71,8 @@ pub(crate) struct Advanced {
     pub(crate) limited: bool,
     /// The rate limit is used up for so long.
     pub(crate) wait: Option<Duration>,
+    /// In a group with bindings: how many ids the claim is about. There may be none of them to hand out.
+    pub(crate) looked_at: Option<usize>,
     /// Its first messages. That they cannot be read does not undo the claim.
     pub(crate) page: Result<Page>,
 }
@@ -107,12 +109,14 @@ pub(crate) struct Protocol {
 }
 
 impl Protocol {
-    /// Reports leases, claims up to `limit` ids under `token` and fetches their messages, in one round trip.
+    /// Reports leases, claims up to `limit` ids under `token`, or in a group with bindings `width` of them, and fetches up to
+    /// `limit` messages, in one round trip.
     pub(crate) async fn advance(
         &self,
         reports: &[LeaseReport],
         token: Uuid,
         limit: i64,
+        width: i64,
         bytes: i64,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
@@ -133,7 +137,7 @@ impl Protocol {
         let delays: Vec<Option<f64>> = failures().map(|f| f.2.delay).collect();
 
         let advance = &self.stream.client.inner.queries.advance;
-        let advance_params: [&(dyn ToSql + Sync); 13] = [
+        let advance_params: [&(dyn ToSql + Sync); 14] = [
             &self.stream.id,
             &self.group,
             &seqs,
@@ -147,6 +151,7 @@ impl Protocol {
             &limit,
             &token,
             &owner,
+            &width,
         ];
         let client = &self.stream.client;
         let connection = client.connection(doing).await?;
@@ -193,6 +198,7 @@ impl Protocol {
             paused: row.get(4),
             limited: row.get(5),
             wait: row.get::<_, Option<i64>>(6).map(milliseconds),
+            looked_at: row.get::<_, Option<i64>>(7).map(|ids| usize::try_from(ids).unwrap_or(0)),
             page,
         })
     }

@@ -5,6 +5,9 @@
 
 mod ambiguous;
 mod batches;
+mod binding_limits;
+mod binding_versions;
+mod bindings;
 mod child;
 mod connections;
 mod consume;
@@ -34,9 +37,11 @@ mod pool;
 mod pooler;
 mod produce;
 mod proxy;
+mod reference;
 mod restarts;
 mod retry;
 mod rotation;
+mod routing;
 mod running;
 mod scene;
 mod schema;

@@ -469,3 +469,40 @@ async fn transactional_handlers_write_each_message_once_and_in_order() {
         assert_eq!(count(&db, sql).await, 0, "{sql}");
     }
 }
+
+/// What is not for the group neither waits nor runs, whatever its key is.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_ordered_group_with_bindings_keeps_order_among_what_is_for_it() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let numbers: Vec<u64> = (0..2_000).collect();
+    let routing = |n: &u64| if n.is_multiple_of(3) { "a.b" } else { "c" };
+    let all = numbers
+        .iter()
+        .map(|n| Outgoing::new(n).key(format!("k{}", n % 20)).routing_key(routing(n)));
+    stream.producer().send_all(all).await.unwrap();
+    let journal = Arc::new(Journal::default());
+    let noted = journal.clone();
+    let consumer = stream.group("g").ordered().bind("a.*").retry(at_once(2)).consumer();
+    let consumed = consumer
+        .concurrency(8)
+        .until_caught_up()
+        .run(move |message: Delivery<u64>| {
+            let noted = noted.clone();
+            async move {
+                assert_eq!(message.payload % 3, 0);
+                let (id, key) = (message.id, message.key.clone().unwrap());
+                let run = fastrand::u64(..);
+                noted.note(Event::Began { run, id, key });
+                tokio::task::yield_now().await;
+                let ok = message.payload % 60 != 6 || message.attempt() > 1;
+                noted.note(Event::Ended { run, id, ok });
+                if ok { Ok(()) } else { Err("once") }
+            }
+        })
+        .await
+        .unwrap();
+    assert_eq!((consumed.handled, consumed.failed), (667, 34));
+    check_order(&journal.events(), &HashSet::new());
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
+}

@@ -1,7 +1,7 @@
 //! `sqlstreams group create`.
 
 use clap::Args;
-use sqlstreams::{RetryPolicy, Start};
+use sqlstreams::{Binding, RetryPolicy, Start};
 
 use super::settings::{Settings, settings};
 use crate::commands::open_stream;
@@ -16,6 +16,7 @@ const AFTER_HELP: &str = concat!(
 
 Examples:
   sqlstreams group create orders receipts
+  sqlstreams group create orders receipts --bind 'orders.*.created' --bind 'refunds.#'
   sqlstreams group create orders mail --from latest --max-in-flight 8 --rate-limit 50"
 );
 
@@ -30,6 +31,9 @@ pub(crate) struct CreateArgs {
     #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true,
           default_value = "beginning")]
     from: Start,
+    /// Only messages that match are for it: a pattern, or JSON; may be repeated. See `group bindings`
+    #[arg(long, value_name = "BINDING", value_parser = values::binding)]
+    bind: Vec<Binding>,
     #[command(flatten)]
     settings: Settings,
 }
@@ -37,6 +41,7 @@ pub(crate) struct CreateArgs {
 pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
     let stream = open_stream(&context.reader().await?, &args.stream).await?;
     let group = stream.group(args.group).start(args.from);
+    let group = args.bind.into_iter().fold(group, |group, binding| group.bind(binding));
     let group = args.settings.on(group, RetryPolicy::default()).create().await?;
     let status = group.status().await?;
     match context.json() {

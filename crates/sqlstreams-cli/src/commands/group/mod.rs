@@ -1,6 +1,7 @@
 //! `sqlstreams group …`.
 
 mod alter;
+mod bindings;
 mod create;
 mod drop;
 mod list;
@@ -40,6 +41,8 @@ pub(crate) enum GroupCommand {
     Create(create::CreateArgs),
     /// Change settings of a group
     Alter(alter::AlterArgs),
+    /// List the bindings of a group, or change, explain or test them
+    Bindings(bindings::BindingsArgs),
     /// Stop handing out messages to the group's consumers
     Pause(pause::PauseArgs),
     /// Hand out messages again
@@ -54,6 +57,7 @@ pub(crate) async fn run(command: GroupCommand, context: &Context) -> anyhow::Res
         GroupCommand::Show(args) => show::run(args, context).await,
         GroupCommand::Create(args) => create::run(args, context).await,
         GroupCommand::Alter(args) => alter::run(args, context).await,
+        GroupCommand::Bindings(args) => bindings::run(args, context).await,
         GroupCommand::Pause(args) => pause::pause(args, context).await,
         GroupCommand::Resume(args) => pause::resume(args, context).await,
         GroupCommand::Drop(args) => drop::run(args, context).await,

@@ -30,7 +30,11 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         true => print_json(&super::to_json(&status)),
         false => {
             print_table(&super::to_table(std::slice::from_ref(&status)))?;
-            print(format_args!("\n{}", super::settings::lines(&status)))
+            print(format_args!("\n{}", super::settings::lines(&status)))?;
+            match group.bindings().await?.len() {
+                0 => Ok(()),
+                bindings => print(format_args!("bindings {bindings}, see `group bindings`")),
+            }
         }
     }
 }

@@ -10,6 +10,10 @@ use crate::consume::later;
 use crate::consume::protocol::LeaseReport;
 use crate::error::Result;
 
+/// Where a group with bindings has a limit, a lease holds no more ids, all of them of its messages: see `keep_matching` in the
+/// SQL. One that holds more was claimed before.
+const MOST_COUNTED: usize = 64;
+
 impl Coordinator {
     /// Hands back what will not be run here any more.
     pub(super) async fn hand_back_spent(&mut self) -> Result<bool> {
@@ -44,7 +48,15 @@ impl Coordinator {
 
     /// Handlers have become slow: others may have what would wait here for long.
     pub(super) async fn hand_back_surplus(&mut self) -> Result<bool> {
-        let surplus = self.pace.surplus(self.holding.lock().messages());
+        let (held, unfetched) = {
+            let held = self.holding.lock();
+            (held.messages(), if self.sieve.is_bound() { held.unfetched_ids() } else { 0 })
+        };
+        // More of a range turned out to be for the group than was expected, or the group has got a limit since: what was not
+        // fetched is nobody's as yet.
+        let unfetched = self.limited && unfetched > MOST_COUNTED
+            || self.pace.surplus(held + self.sieve.expected(unfetched)) > self.pace.surplus(held);
+        let surplus = self.pace.surplus(held);
         if surplus > 0 {
             let taken = self.queue.take_last(surplus);
             let mut held = self.holding.lock();
@@ -52,7 +64,7 @@ impl Coordinator {
                 held.leave(source, id);
             }
         }
-        self.hand_back_parts(false).await
+        self.hand_back_parts(unfetched).await
     }
 
     /// Hands back what of our leases was taken from the queue again; with `unfetched`, what never came into it as well.

@@ -19,6 +19,7 @@ use super::held::Source;
 use super::keeper::{Holding, give_up};
 use super::pace::Pace;
 use super::protocol::Protocol;
+use super::sieve::Sieve;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings};
 use crate::backoff::Backoff;
@@ -43,6 +44,7 @@ pub(super) struct Coordinator {
     watch: Watch,
     health: Health,
     pace: Pace,
+    sieve: Sieve,
     consumed: Consumed,
     /// What may be there to claim, as far as is known.
     seen: Seen,
@@ -92,6 +94,7 @@ impl Coordinator {
             pace: Pace::new(settings.concurrency * settings.batch_size, now),
             // Not nothing, if it has begun again.
             consumed: settings.health.snapshot().consumed,
+            sieve: Sieve::new(),
             health: settings.health.clone(),
             protocol,
             settings,

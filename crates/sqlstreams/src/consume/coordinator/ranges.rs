@@ -16,8 +16,9 @@ impl Coordinator {
         let reports = self.holding.lock().news(self.limited);
         let token = Uuid::new_v4();
         let (sent, bytes) = (Instant::now(), self.pace.fetch_bytes());
-        let advanced = self.protocol.advance(&reports, token, limit as i64, bytes).await;
-        let advanced = self.unless_orphaned(token, advanced, limit > 0)?;
+        let width = self.sieve.width(limit, self.limited);
+        let call = self.protocol.advance(&reports, token, limit as i64, width as i64, bytes);
+        let advanced = self.unless_orphaned(token, call.await, limit > 0)?;
         self.exceptions_next = true;
         self.limited = advanced.limited;
         self.watch.set_paused(advanced.paused);
@@ -25,23 +26,35 @@ impl Coordinator {
         let lost = self.holding.lock().reported(&reports, &advanced.lost);
         self.give_up(lost);
         self.told();
+        if limit > 0 {
+            self.sieve.looked_at(advanced.looked_at, sent.elapsed());
+        }
         match advanced.claimed {
             Some(claimed) => {
                 let (first, last) = (claimed.pending.first(), claimed.pending.last());
+                let asked = if self.sieve.is_bound() { width } else { limit };
                 // Producers of other kinds may not look after partitions.
                 if let Some(last) = last {
                     partitions::look_after(&self.protocol.stream, last);
                 }
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
-                let short =
-                    last.zip(first).is_none_or(|(last, first)| last - first + 1 < limit as i64);
+                let ids = last.zip(first).map_or(0, |(last, first)| (last - first + 1) as usize);
+                let ids = advanced.looked_at.unwrap_or(ids);
+                let short = ids < asked;
                 if short && !self.limited {
                     self.seen.fresh = false;
                 }
                 self.watch.claimed(last, short);
                 self.holding.lock().claimed(claimed, sent);
                 self.holding.grown();
+                self.sift(first, ids, &advanced.page);
                 self.fetched(token, limit, advanced.page)?;
+            }
+            // None of these was for the group: on to the next.
+            None if advanced.looked_at.is_some_and(|ids| ids > 0) => {
+                let ids = advanced.looked_at.unwrap_or(0);
+                self.sieve.found(0, ids);
+                self.watch.claimed(None, ids < width);
             }
             None if limit > 0 && advanced.wait.is_none() => {
                 self.watch.claimed_nothing();
@@ -50,6 +63,17 @@ impl Coordinator {
             None => {}
         }
         Ok(())
+    }
+
+    /// Learns from the first messages of a lease how many of its ids are for the group.
+    fn sift(&mut self, first: Option<i64>, ids: usize, page: &Result<Page>) {
+        let Ok(page) = page else { return };
+        // Those beyond the last message were not looked at.
+        let seen = match (page.messages.last(), first) {
+            (Some(last), Some(first)) if page.more => (last.id - first + 1) as usize,
+            _ => ids,
+        };
+        self.sieve.found(page.messages.len(), seen);
     }
 
     /// A claim that may have been made without our learning of it is handed back as soon as that can be said.
@@ -77,7 +101,15 @@ impl Coordinator {
                 }
                 Ok(())
             }
-            page => self.fetched(token, limit, page),
+            page => {
+                if let Ok(page) = &page
+                    && page.more
+                    && let Some(last) = page.messages.last()
+                {
+                    self.sieve.found(page.messages.len(), (last.id - after) as usize);
+                }
+                self.fetched(token, limit, page)
+            }
         }
     }
 

@@ -1,0 +1,1 @@
+SELECT {schema}.current_bindings($1, $2)::text
