@@ -9,8 +9,7 @@ use tokio::sync::mpsc;
 
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
-use super::handler::{Handler, runner};
-use super::handler_pool::HandlerPool;
+use super::handler::{Handler, Waits, runner};
 use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
 use super::protocol::Protocol;
@@ -84,12 +83,13 @@ where
     }
 
     let _connections =
-        settings.transactional.then(|| HandlerPool::reserve(&stream.client, settings.concurrency));
+        settings.transactional.then(|| stream.client.inner.pool.reserve(settings.concurrency));
     let (queue, holding) = (Arc::new(Queue::new()), Arc::new(Holding::default()));
     // Unbounded, yet never longer than what the consumer holds.
     let (finished, results) = mpsc::unbounded_channel();
-    let runner =
-        runner::<T, C>(protocol.clone(), names, settings.timeout, settings.transactional, handler);
+    let waits = || Waits { stop: settings.stop.clone(), health: settings.health.clone() };
+    let transactions = settings.transactional.then(waits);
+    let runner = runner::<T, C>(protocol.clone(), names, settings.timeout, transactions, handler);
     let budget = settings.budget.as_ref().map(|budget| budget.0.clone());
     let work = Work { runner, batch: settings.batch_size, budget, finished };
     let workers = Workers::start(settings.concurrency, &runtime, &queue, work);
