@@ -256,7 +256,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes.
+    /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes. If not, it refuses a schema that is not of
+    /// this version, or has not its functions.
     pub fn migrate(mut self, migrate: bool) -> Self {
         self.migrate = migrate;
         self
