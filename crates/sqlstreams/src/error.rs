@@ -288,7 +288,16 @@ impl Error {
         } else if *code == SqlState::INVALID_CATALOG_NAME {
             "Look at the name of the database, or create it."
         } else if *code == SqlState::TOO_MANY_CONNECTIONS {
-            "Close other connections, or raise the server's max_connections."
+            // The one thing that tells the limits apart and is not translated.
+            match db.routine() {
+                Some("InitializeSessionUserId") => {
+                    "Close other connections of this role, or raise its limit: ALTER ROLE … CONNECTION LIMIT."
+                }
+                Some("CheckMyDatabase") => {
+                    "Close other connections to this database, or raise its limit: ALTER DATABASE … CONNECTION LIMIT."
+                }
+                _ => "Close other connections, or raise the server's max_connections.",
+            }
         } else if *code == SqlState::INSUFFICIENT_PRIVILEGE {
             "Ask the owner of the database for the privilege CONNECT, or connect with another role."
         } else {
