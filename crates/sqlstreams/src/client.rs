@@ -4,9 +4,6 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use deadpool_postgres::{
-    Manager, ManagerConfig, Object, Pool, QueueMode, RecyclingMethod, Runtime,
-};
 use futures_util::future::join3;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
@@ -15,10 +12,10 @@ use tokio_postgres::types::ToSql;
 
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
-use crate::consume::HandlerPool;
 use crate::error::{Error, ErrorKind, Result};
 use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
+use crate::pool::{Pool, Pooled};
 use crate::queries::{Queries, Query};
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
@@ -41,9 +38,6 @@ pub struct Client {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) pool: Pool,
-    /// The most connections of both pools.
-    pub(crate) pool_size: usize,
-    pub(crate) handler_pool: HandlerPool,
     /// Where the connections go, without the password; for errors.
     pub(crate) target: String,
     pub(crate) schema: Schema,
@@ -124,21 +118,20 @@ impl Client {
     }
 
     /// A connection from the pool; `doing` is for the error.
-    pub(crate) async fn connection(&self, doing: &str) -> Result<Object> {
-        self.inner.pool.get().await.map_err(|e| Error::from_pool(e, doing, &self.inner.target))
+    pub(crate) async fn connection(&self, doing: &str) -> Result<Pooled> {
+        self.inner.pool.get(doing).await
     }
 
     /// Closes the idle connections: what broke one has probably broken the others.
     pub(crate) fn forget_idle_connections(&self) {
-        self.inner.pool.retain(|_, _| false);
-        self.inner.handler_pool.forget_idle_connections();
+        self.inner.pool.close_idle();
     }
 
     /// Puts a connection back into the pool, unless the answer says that it is of no use any more. The idle ones may not be
     /// either: they lead to the same server, which has gone, or takes no writes, or hangs.
-    pub(crate) fn keep<T>(&self, connection: Object, answer: Result<T>) -> Result<T> {
+    pub(crate) fn keep<T>(&self, connection: Pooled, answer: Result<T>) -> Result<T> {
         if answer.as_ref().is_err_and(Error::is_of_connection) {
-            drop(Object::take(connection));
+            connection.close();
             self.forget_idle_connections();
         }
         answer
@@ -263,7 +256,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes.
+    /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes. If not, it refuses a schema that is not of
+    /// this version, or has not its functions.
     pub fn migrate(mut self, migrate: bool) -> Self {
         self.migrate = migrate;
         self
@@ -313,28 +307,12 @@ impl ClientBuilder {
         let dsn = Dsn::parse(&self.url)?;
         let background = Background::start()?;
         let connector = Connector::new(&dsn)?;
-        let manager = Manager::from_connect(
-            dsn.config().clone(),
-            background.connector(connector.clone()),
-            ManagerConfig { recycling_method: RecyclingMethod::Fast },
-        );
-        let pool = Pool::builder(manager)
-            .max_size(self.pool_size)
-            // The backend that was used last has its caches warm.
-            .queue_mode(QueueMode::Lifo)
-            .runtime(Runtime::Tokio1)
-            .wait_timeout(Some(Duration::from_secs(30)))
-            .build()
-            .map_err(|e| {
-                Error::new(ErrorKind::InvalidConfig, "the pool cannot be built").with_source(e)
-            })?;
         let queries = Queries::new(&schema);
         let target = dsn.to_string();
+        let pool = Pool::new(connector.clone(), &background, target.clone(), self.pool_size);
         Ok(Client {
             inner: Arc::new(Inner {
                 pool,
-                pool_size: self.pool_size,
-                handler_pool: HandlerPool::new(&dsn, connector.clone())?,
                 target,
                 schema,
                 queries,

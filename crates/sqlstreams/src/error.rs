@@ -279,24 +279,10 @@ impl Error {
         }
     }
 
-    /// An error of the connection pool, whose connections go to `target`.
-    pub(crate) fn from_pool(
-        error: deadpool_postgres::PoolError,
-        doing: &str,
-        target: &str,
-    ) -> Self {
-        match error {
-            deadpool_postgres::PoolError::Backend(error) => Self::from_connect(error, target),
-            deadpool_postgres::PoolError::Closed => {
-                Self::new(ErrorKind::Closed, "the client was closed")
-            }
-            other => Self::new(
-                ErrorKind::Connection,
-                format!("no connection to {target} in time to {doing}"),
-            )
-            .with_hint("The pool is exhausted or the database does not answer; raise pool_size or look at the server.")
-            .with_source(other),
-        }
+    /// No connection of the pool came free.
+    pub(crate) fn no_connection(doing: &str, target: &str) -> Self {
+        Self::new(ErrorKind::Connection, format!("no connection to {target} in time to {doing}"))
+            .with_hint("The pool is exhausted; raise pool_size, or look at what takes so long.")
     }
 
     /// No connection came about: whatever the reason, it is trouble with the connection.
@@ -314,7 +300,16 @@ impl Error {
         } else if *code == SqlState::INVALID_CATALOG_NAME {
             "Look at the name of the database, or create it."
         } else if *code == SqlState::TOO_MANY_CONNECTIONS {
-            "Close other connections, or raise the server's max_connections."
+            // The one thing that tells the limits apart and is not translated.
+            match db.routine() {
+                Some("InitializeSessionUserId") => {
+                    "Close other connections of this role, or raise its limit: ALTER ROLE … CONNECTION LIMIT."
+                }
+                Some("CheckMyDatabase") => {
+                    "Close other connections to this database, or raise its limit: ALTER DATABASE … CONNECTION LIMIT."
+                }
+                _ => "Close other connections, or raise the server's max_connections.",
+            }
         } else if *code == SqlState::INSUFFICIENT_PRIVILEGE {
             "Ask the owner of the database for the privilege CONNECT, or connect with another role."
         } else {

@@ -87,8 +87,10 @@ mod name;
 mod outcome;
 mod partitions;
 mod payload;
+mod pool;
 mod produce;
 mod queries;
+mod reason;
 mod schema;
 mod stream;
 #[cfg(test)]

@@ -5,6 +5,7 @@
 //! at once and a failure leaves nothing half done.
 
 use tokio_postgres::Client as PgClient;
+use tokio_postgres::error::SqlState;
 use tokio_postgres::types::Type;
 
 use crate::error::{Error, ErrorKind, Result};
@@ -54,6 +55,8 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/generated.sql"),
 ];
 
+/// How long, in seconds, to wait for what others have locked: everybody else waits behind.
+const LOCKED_S: u32 = 5;
 /// The oldest server this runs on, as in `server_version_num`.
 const OLDEST_SERVER: i32 = 150_000;
 
@@ -89,7 +92,14 @@ pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<Mi
     }
 
     let doing = "install the schema";
-    let failed = |e| Error::from_driver(e, doing);
+    let failed = |e: tokio_postgres::Error| {
+        let is_locked = e.code() == Some(&SqlState::LOCK_NOT_AVAILABLE);
+        let error = Error::from_driver(e, doing);
+        match is_locked {
+            true => error.with_hint("Try again when nobody has a transaction open that has read SQLStreams' views: a view that is new waits for them."),
+            false => error,
+        }
+    };
     // READ COMMITTED whatever the default is: what another process committed while we waited for the lock must be seen.
     let tx = client
         .build_transaction()
@@ -126,7 +136,7 @@ pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<Mi
         tx.batch_execute(&format!("CREATE SCHEMA {}", schema.quoted())).await.map_err(failed)?;
     }
     tx.batch_execute(&format!(
-        "SET LOCAL search_path = {}, pg_temp; SET LOCAL client_min_messages = warning; SET LOCAL check_function_bodies = on;",
+        "SET LOCAL search_path = {}, pg_temp; SET LOCAL client_min_messages = warning; SET LOCAL check_function_bodies = on; SET LOCAL lock_timeout = '{LOCKED_S}s';",
         schema.quoted()
     ))
     .await
@@ -170,7 +180,15 @@ pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<Mi
 /// Refuses a schema that is not there or not of this version.
 pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
     match installed(client, schema).await? {
-        Installed::Version { version, .. } if version == self::version() => Ok(()),
+        Installed::Version { version, functions } if version == self::version() => {
+            if functions == functions_checksum() {
+                return Ok(());
+            }
+            let text = format!("schema {} has not the functions of this program", schema.quoted());
+            Err(Error::new(ErrorKind::SchemaMismatch, text).with_hint(
+                "Run `sqlstreams migrate` of the version that this program is built with.",
+            ))
+        }
         Installed::Version { version, .. } => {
             refuse_newer(version, schema)?;
             Err(Error::new(

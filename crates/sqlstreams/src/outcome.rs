@@ -1,7 +1,9 @@
 //! What becomes of a message that a handler had.
 
-use std::fmt::Display;
+use std::error::Error as StdError;
 use std::time::Duration;
+
+use crate::reason::describe;
 
 /// The longest error text that is kept, in bytes of UTF-8; what is longer is cut between characters.
 pub const MAX_ERROR_BYTES: usize = 8 * 1024;
@@ -46,22 +48,22 @@ impl IntoOutcome for () {
     }
 }
 
-/// `Err` means retry; the error's text (with `{:#}`, so that anyhow tells the whole chain) is kept.
-impl<E: Display> IntoOutcome for Result<(), E> {
+/// `Err` means retry. The error may be any error, also one of `anyhow` or a boxed one, or a text; what it says is kept, with
+/// its sources, and with what PostgreSQL said in detail.
+impl<E: Into<AnyError>> IntoOutcome for Result<(), E> {
     fn into_outcome(self) -> Outcome {
-        match self {
-            Ok(()) => Outcome::Done,
-            Err(e) => Outcome::Retry(format!("{e:#}")),
-        }
+        self.map(|()| Outcome::Done).into_outcome()
     }
 }
 
-/// `Err` means retry.
-impl<E: Display> IntoOutcome for Result<Outcome, E> {
+/// `Err` means retry, as above.
+impl<E: Into<AnyError>> IntoOutcome for Result<Outcome, E> {
     fn into_outcome(self) -> Outcome {
-        self.unwrap_or_else(|e| Outcome::Retry(format!("{e:#}")))
+        self.unwrap_or_else(|e| Outcome::Retry(describe(&*e.into())))
     }
 }
+
+type AnyError = Box<dyn StdError + Send + Sync>;
 
 /// What handlers of batches may return.
 pub trait IntoOutcomes {
@@ -88,11 +90,11 @@ impl IntoOutcomes for Vec<Outcome> {
 }
 
 /// `Err` means that everything is tried again.
-impl<T: IntoOutcomes, E: Display> IntoOutcomes for Result<T, E> {
+impl<T: IntoOutcomes, E: Into<AnyError>> IntoOutcomes for Result<T, E> {
     fn into_outcomes(self, messages: usize) -> Vec<Outcome> {
         match self {
             Ok(outcomes) => outcomes.into_outcomes(messages),
-            Err(e) => vec![Outcome::Retry(format!("{e:#}")); messages],
+            Err(e) => vec![Outcome::Retry(describe(&*e.into())); messages],
         }
     }
 }
@@ -169,6 +171,11 @@ mod tests {
     fn results_are_outcomes() {
         assert_eq!(Ok::<(), String>(()).into_outcome(), Outcome::Done);
         assert_eq!(Err::<(), _>("no").into_outcome(), Outcome::Retry("no".into()));
+        assert_eq!(Err::<(), _>("no".to_owned()).into_outcome(), Outcome::Retry("no".into()));
+        let error = std::io::Error::other("no");
+        assert_eq!(Err::<Outcome, _>(error).into_outcome(), Outcome::Retry("no".into()));
+        let error: AnyError = "no".into();
+        assert_eq!(Err::<(), _>(error).into_outcomes(1), [Outcome::Retry("no".into())]);
         assert_eq!(
             Ok::<_, String>(Outcome::Dead("x".into())).into_outcome(),
             Outcome::Dead("x".into())

@@ -27,6 +27,8 @@ pub(crate) enum PaymentError {
     NoFraudCheck,
 }
 
+impl std::error::Error for PaymentError {}
+
 impl Payments {
     pub(crate) fn with_bugs() -> Self {
         Self { today: jiff::Timestamp::now().strftime("%Y-%m").to_string(), fixed: false }

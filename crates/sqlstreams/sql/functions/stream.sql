@@ -1,5 +1,13 @@
 -- Streams: the table family of one stream.
 
+-- Waits for a migration that is under way, and lets none begin before the caller's transaction ends: it would neither see a
+-- stream that is being made, nor that one is being dropped, when it makes the functions of all streams anew.
+CREATE OR REPLACE FUNCTION hold_migrations_up() RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock_shared(hashtextextended('sqlstreams migrate ' || current_schema(), 0));
+END $$;
+
 CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -14,6 +22,7 @@ BEGIN
         RAISE EXCEPTION 'a partition holds 1,000 to 1,000,000,000 ids, not %', coalesce(p_partition_size::text, 'NULL')
             USING ERRCODE = 'SQ004', HINT = 'The default, 1,000,000, suits most streams.';
     END IF;
+    PERFORM hold_migrations_up();
     INSERT INTO stream (name, payload_type, partition_size) VALUES (p_name, p_payload_type, p_partition_size)
         ON CONFLICT (name) DO NOTHING RETURNING id INTO n;
     IF n IS NULL THEN
@@ -147,6 +156,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
+    PERFORM hold_migrations_up();
     -- In the order in which partitions are made and in which consumers lock, the log last.
     PERFORM FROM stream WHERE id = p_stream FOR UPDATE;
     EXECUTE format('LOCK TABLE %I, %I, %I, %I, %I IN ACCESS EXCLUSIVE MODE', 'consumer_group_cursor_' || p_stream,

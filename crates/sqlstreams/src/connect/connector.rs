@@ -10,7 +10,7 @@ use tokio::time::timeout;
 use tokio_postgres::config::{ChannelBinding, Host, SslMode};
 use tokio_postgres::error::SqlState;
 use tokio_postgres::tls::MakeTlsConnect;
-use tokio_postgres::{Client, Config, Connection, Error, Socket};
+use tokio_postgres::{CancelToken, Client, Config, Connection, Error, Socket};
 use tokio_postgres_rustls::MakeRustlsConnect;
 
 use super::dsn::Dsn;
@@ -59,15 +59,22 @@ impl Connector {
         Err(failure.unwrap_or_else(timed_out))
     }
 
-    /// Connects and drives the connection in a task, until the client is dropped.
-    pub(crate) async fn connect(&self) -> Result<(Client, JoinHandle<()>), Error> {
+    /// Connects and drives the connection in a task, until the client is dropped. The task says what broke the connection.
+    pub(crate) async fn connect(&self) -> Result<(Client, JoinHandle<Option<Error>>), Error> {
         let (client, driver) = self.open().await?;
         let task = tokio::spawn(async move {
-            if let Err(error) = driver.await {
-                tracing::info!(error = &error as &dyn std::error::Error, "lost a connection");
+            let error = driver.await.err();
+            if let Some(error) = &error {
+                tracing::info!(error = error as &dyn std::error::Error, "lost a connection");
             }
+            error
         });
         Ok((client, task))
+    }
+
+    /// Asks the server to cancel what runs on a connection. Nothing says whether that was in time.
+    pub(crate) async fn cancel(&self, token: &CancelToken) -> Result<(), Error> {
+        token.cancel_query(self.tls.clone()).await
     }
 
     async fn open_host(&self, config: &Config) -> Result<(Client, Driver), Error> {
@@ -145,9 +152,9 @@ async fn limit<T>(config: &Config, action: impl Future<Output = T>) -> Result<T,
     }
 }
 
-/// The pool demands tokio-postgres's own error, and this is the only way to make one. It is meant
+/// Callers get tokio-postgres's own error, and this is the only way to make one. It is meant
 /// for the synchronous client of the same project, so it won't go away.
-fn timed_out() -> Error {
+pub(crate) fn timed_out() -> Error {
     Error::__private_api_timeout()
 }
 

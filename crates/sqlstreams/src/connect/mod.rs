@@ -51,6 +51,6 @@ mod tls;
 mod url;
 mod verifier;
 
-pub(crate) use self::connector::{Connector, Driver};
+pub(crate) use self::connector::{Connector, Driver, timed_out};
 pub use self::dsn::Dsn;
 pub use self::error::DsnError;

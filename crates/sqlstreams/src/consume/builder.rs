@@ -196,9 +196,14 @@ impl<T: Send + 'static, C: Codec<T>> ConsumerBuilder<T, C> {
     /// recorded as a failure, and so is a commit that the server refuses. A message whose lease was lost is rolled back.
     ///
     /// The handler must drop the transaction before it returns, and leave COMMIT and ROLLBACK to the consumer: one that keeps
-    /// it or ends it has failed. Its [`timeout`](Self::timeout) counts from when it has the transaction. Each running handler
-    /// holds a connection of the client's pool, and one connection is always left for the rest: at most `pool_size` − 1
-    /// handlers run at once.
+    /// it or ends it has failed. What it sets must be for the transaction only: see [`Transaction`]. Its
+    /// [`timeout`](Self::timeout) counts from when it has the transaction; when it is over, or the handler is dropped, what
+    /// runs on the server is cancelled. Each running handler holds a connection of the client's pool, and one connection is
+    /// always left for the rest: at most `pool_size` − 1 handlers run at once.
+    ///
+    /// Should the connection break, the message is put off for a moment, up to three times, before that counts as an attempt:
+    /// it is seldom the handler's fault. A server that hangs up because the handler sat still for too long
+    /// (`idle_in_transaction_session_timeout`) counts at once.
     ///
     /// ```no_run
     /// # #[derive(serde::Serialize, serde::Deserialize)] struct Payment { account: i64, amount: i64 }

@@ -157,7 +157,7 @@ impl Context {
         self.history.attempts.saturating_add(1)
     }
 
-    /// How often handlers of this group have put the message off.
+    /// How often handlers of this group have put the message off, or were put off because their transaction's connection broke.
     pub fn delays(&self) -> u32 {
         self.history.delays
     }

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,18 +10,27 @@ use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use super::delivery::{Context, Deadline, Delivery, Names};
+use super::health::Health;
 use super::held::Source;
 use super::protocol::Protocol;
-use super::transaction::{Committed, Open, Transaction};
+use super::transaction::{Committed, Open, Transaction, is_of_handler};
 use super::workers::{Finished, Job};
-use crate::backoff::Backoff;
-use crate::error::{Error, Result};
+use crate::backoff::{Backoff, jittered};
+use crate::error::Result;
 use crate::message::{Message, RawMessage};
 use crate::outcome::{IntoOutcome, IntoOutcomes, Outcome, Verdict};
 use crate::payload::Codec;
+use crate::reason::describe;
 
 /// The pause after a transaction could not be begun, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+/// How long to wait for a transaction before saying so.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// A message that was put off so often is not spared the attempt any more if the connection breaks under its handler: perhaps
+/// the handler breaks it.
+const SPARED: u32 = 3;
+/// The pause after the connection broke, for a message that was never put off before.
+const AGAIN: Duration = Duration::from_millis(250);
 
 type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -100,8 +109,29 @@ struct Run<T> {
     protocol: Protocol,
     names: Arc<Names>,
     timeout: Option<Duration>,
-    transactional: bool,
+    /// Those that take a transaction.
+    transactions: Option<Waits>,
     handler: Handler<T>,
+}
+
+/// What handlers wait with for their transactions.
+pub(crate) struct Waits {
+    pub(crate) stop: CancellationToken,
+    pub(crate) health: Health,
+}
+
+/// A message that is being handled.
+struct Running {
+    source: Source,
+    id: i64,
+    delays: u32,
+}
+
+/// How a call of the handler ended.
+enum Ended {
+    Returned,
+    Panicked,
+    TimedOut,
 }
 
 /// The runner for a handler of `T`s that are read by codec `C`.
@@ -109,14 +139,14 @@ pub(crate) fn runner<T, C>(
     protocol: Protocol,
     names: Names,
     timeout: Option<Duration>,
-    transactional: bool,
+    transactions: Option<Waits>,
     handler: Handler<T>,
 ) -> Runner
 where
     T: Send + 'static,
     C: Codec<T>,
 {
-    let run = Arc::new(Run { protocol, names: Arc::new(names), timeout, transactional, handler });
+    let run = Arc::new(Run { protocol, names: Arc::new(names), timeout, transactions, handler });
     Arc::new(move |jobs, open, more| {
         let run = run.clone();
         Box::pin(async move { run.run::<C>(jobs, open, more).await })
@@ -142,7 +172,7 @@ impl<T: Send + 'static> Run<T> {
                         deadline.clone(),
                     );
                     deliveries.push(Delivery::new(message, context));
-                    running.push((source, id));
+                    running.push(Running { source, id, delays: history.delays });
                 }
                 Err(reason) => {
                     finished.push(Finished {
@@ -157,27 +187,22 @@ impl<T: Send + 'static> Run<T> {
         if running.is_empty() {
             return (finished, open);
         }
-        let (verdicts, open) = match self.transactional {
-            false => {
-                let outcomes = self.call(deliveries, None, deadline).await;
+        let (verdicts, open) = match &self.transactions {
+            None => {
+                let (outcomes, _) = self.call(deliveries, None, deadline).await;
                 (outcomes.into_iter().map(Verdict::from).collect(), None)
             }
-            true => {
+            Some(waits) => {
                 let open = match open {
-                    Some(open) => Ok(Some(open)),
-                    None => self.begin(&over).await,
+                    Some(open) if !open.is_closed() => Ok(Some(open)),
+                    _ => self.begin(waits, &over).await,
                 };
                 self.call_in_transaction(deliveries, &running, deadline, &over, open, more).await
             }
         };
-        finished.extend(
-            running.into_iter().zip(verdicts).map(|((source, id), verdict)| Finished {
-                source,
-                id,
-                verdict,
-                key: None,
-            }),
-        );
+        finished.extend(running.into_iter().zip(verdicts).map(
+            |(Running { source, id, .. }, verdict)| Finished { source, id, verdict, key: None },
+        ));
         (finished, open)
     }
 
@@ -187,7 +212,7 @@ impl<T: Send + 'static> Run<T> {
         deliveries: Vec<Delivery<T>>,
         transaction: Option<Transaction>,
         deadline: Option<Arc<Deadline>>,
-    ) -> Vec<Outcome> {
+    ) -> (Vec<Outcome>, Ended) {
         let count = deliveries.len();
         // The call itself may panic as well as the future it makes.
         let run = AssertUnwindSafe(async { (self.handler)(deliveries, transaction).await });
@@ -199,31 +224,52 @@ impl<T: Send + 'static> Run<T> {
                 ended = run => ended,
                 () = deadline.passed() => {
                     let error = format!("the handler took longer than {:?}", deadline.limit());
-                    return vec![Outcome::Retry(error); count];
+                    return (vec![Outcome::Retry(error); count], Ended::TimedOut);
                 }
             },
         };
-        ended.unwrap_or_else(|panic| {
-            let error = format!("the handler panicked: {}", panic_text(&*panic));
-            vec![Outcome::Retry(error); count]
-        })
+        match ended {
+            Ok(outcomes) => (outcomes, Ended::Returned),
+            Err(panic) => {
+                let error = format!("the handler panicked: {}", panic_text(&*panic));
+                (vec![Outcome::Retry(error); count], Ended::Panicked)
+            }
+        }
     }
 
-    /// A transaction, as soon as there is a connection; `None` when the messages are not ours any more before that.
-    async fn begin(&self, over: &CancellationToken) -> Result<Option<Open>> {
+    /// A transaction, as soon as there is a connection; `None` when the messages are not ours any more before that, or the
+    /// consumer stops.
+    async fn begin(&self, waits: &Waits, over: &CancellationToken) -> Result<Option<Open>> {
         let mut backoff = Backoff::new(TROUBLE);
+        // Seen by others until there is a transaction.
+        let mut trouble = None;
         loop {
-            match Open::begin(&self.protocol).await {
-                Err(error) if error.is_retryable() => {
-                    tracing::warn!(
-                        error = &error as &dyn std::error::Error,
-                        "no transaction for a handler; trying again"
-                    );
+            let error = {
+                let mut begin = pin!(Open::begin(&self.protocol));
+                loop {
+                    tokio::select! {
+                        begun = &mut begin => match begun {
+                            Err(error) if error.is_retryable() => break error,
+                            begun => return begun.map(Some),
+                        },
+                        () = over.cancelled() => return Ok(None),
+                        () = waits.stop.cancelled() => return Ok(None),
+                        () = tokio::time::sleep(PATIENCE), if trouble.is_none() => {
+                            let text = format!("no connection came free for a handler within {PATIENCE:?}");
+                            tracing::warn!("{text}; do others keep their transactions for so long?");
+                            trouble = Some(waits.health.handlers_wait(text));
+                        }
+                    }
                 }
-                begun => return begun.map(Some),
-            }
+            };
+            tracing::warn!(
+                error = &error as &dyn std::error::Error,
+                "no transaction for a handler; trying again"
+            );
+            trouble = Some(waits.health.handlers_wait(error.to_string()));
             tokio::select! {
                 () = over.cancelled() => return Ok(None),
+                () = waits.stop.cancelled() => return Ok(None),
                 () = tokio::time::sleep(backoff.pause()) => {}
             }
         }
@@ -232,30 +278,42 @@ impl<T: Send + 'static> Run<T> {
     async fn call_in_transaction(
         &self,
         deliveries: Vec<Delivery<T>>,
-        running: &[(Source, i64)],
+        running: &[Running],
         deadline: Option<Arc<Deadline>>,
         over: &CancellationToken,
         open: Result<Option<Open>>,
         more: bool,
     ) -> (Vec<Verdict>, Option<Open>) {
         let all = |verdict: Verdict| (vec![verdict; running.len()], None);
-        let open = match open {
+        let mut open = match open {
             Ok(Some(open)) => open,
             Ok(None) => return all(Verdict::cancelled()),
-            Err(error) => return all(Outcome::Retry(error.to_string()).into()),
+            Err(error) => return all(Outcome::Retry(describe(&error)).into()),
         };
         // Waiting for a connection was not the handler's time.
         if let (Some(deadline), Some(limit)) = (&deadline, self.timeout) {
             deadline.restart(limit);
         }
-        let outcomes = self.call(deliveries, open.transaction(), deadline).await;
+        let (outcomes, ended) = self.call(deliveries, open.transaction(), deadline).await;
         let handled = || running.iter().zip(&outcomes).filter(|(_, o)| **o == Outcome::Done);
         if handled().next().is_none() {
-            open.roll_back().await;
-            return (outcomes.into_iter().map(Verdict::from).collect(), None);
+            let broken = match ended {
+                Ended::Returned => open.roll_back().await,
+                // What it was about is lost, and with it the connection, as it may have left anything there.
+                Ended::Panicked => open.look_for_breakage(),
+                Ended::TimedOut => Ok(()),
+            };
+            let spared = broken.is_err_and(|error| !is_of_handler(&error));
+            let verdicts = running.iter().zip(outcomes).map(|(message, outcome)| match outcome {
+                Outcome::Retry(error) | Outcome::RetryAfter(error, _) if spared => {
+                    message.again(error)
+                }
+                outcome => outcome.into(),
+            });
+            return (verdicts.collect(), None);
         }
         let mut messages: Vec<(Source, Vec<i64>)> = Vec::new();
-        for ((source, id), _) in handled() {
+        for (Running { source, id, .. }, _) in handled() {
             match messages.iter_mut().find(|(s, _)| s == source) {
                 Some((_, ids)) => ids.push(*id),
                 None => messages.push((*source, vec![*id])),
@@ -265,17 +323,16 @@ impl<T: Send + 'static> Run<T> {
         let verdicts = running
             .iter()
             .zip(outcomes)
-            .map(|((_, id), outcome)| match (&committed, outcome) {
+            .map(|(message, outcome)| match (&committed, outcome) {
                 (Committed::Yes, Outcome::Done) => Verdict::settled(),
-                (Committed::Unsettled(ids), Outcome::Done) if !ids.contains(id) => {
+                (Committed::Unsettled(ids, _), Outcome::Done) if !ids.contains(&message.id) => {
                     Verdict::settled()
                 }
-                // As if it had not been run: at once, without counting an attempt.
-                (Committed::Unsettled(_), Outcome::Done) => Outcome::Delay(Duration::ZERO).into(),
-                (Committed::Lost, _) => Verdict::cancelled(),
-                (Committed::No(error), Outcome::Done) => {
-                    Outcome::Retry(format!("{error}{}", with_source(error))).into()
+                (Committed::Unsettled(_, error) | Committed::Broken(error), Outcome::Done) => {
+                    message.again(describe(error))
                 }
+                (Committed::Lost, _) => Verdict::cancelled(),
+                (Committed::No(error), Outcome::Done) => Outcome::Retry(describe(error)).into(),
                 (_, outcome) => outcome.into(),
             })
             .collect();
@@ -283,11 +340,13 @@ impl<T: Send + 'static> Run<T> {
     }
 }
 
-/// What the server said, where that is more than the error itself says.
-fn with_source(error: &Error) -> String {
-    match std::error::Error::source(error) {
-        Some(source) => format!(": {source}"),
-        None => String::new(),
+impl Running {
+    /// As if it had not been run, for a while: its connection broke.
+    fn again(&self, error: String) -> Verdict {
+        match self.delays < SPARED {
+            true => Outcome::Delay(jittered(AGAIN * 2_u32.pow(self.delays))).into(),
+            false => Outcome::Retry(error).into(),
+        }
     }
 }
 

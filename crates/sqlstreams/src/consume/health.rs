@@ -22,7 +22,12 @@ pub struct Health(Arc<Mutex<State>>);
 struct State {
     snapshot: HealthSnapshot,
     progress: Option<Instant>,
+    /// How many handlers wait for their transactions in vain, and why the last one does.
+    waiting: (usize, String),
 }
+
+/// Handlers of a consumer wait, as long as there is one of these.
+pub(super) struct HandlersWait(Health);
 
 /// How a consumer was at some moment.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -77,16 +82,17 @@ impl Health {
             consumed: Consumed::default(),
             trouble: None,
         };
-        Self(Arc::new(Mutex::new(State { snapshot, progress: None })))
+        Self(Arc::new(Mutex::new(State { snapshot, progress: None, waiting: Default::default() })))
     }
 
     /// How the consumer is now.
     pub fn snapshot(&self) -> HealthSnapshot {
         let state = self.lock();
-        HealthSnapshot {
-            since_progress: state.progress.map(|at| at.elapsed()),
-            ..state.snapshot.clone()
-        }
+        let (waiting, why) = &state.waiting;
+        let mut snapshot = state.snapshot.clone();
+        snapshot.since_progress = state.progress.map(|at| at.elapsed());
+        snapshot.trouble = snapshot.trouble.or_else(|| (*waiting > 0).then(|| why.clone()));
+        snapshot
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut HealthSnapshot)) {
@@ -105,7 +111,20 @@ impl Health {
         });
     }
 
+    /// A handler waits for its transaction. That the consumer's other calls are answered does not end this.
+    pub(super) fn handlers_wait(&self, why: String) -> HandlersWait {
+        let waiting = &mut self.lock().waiting;
+        *waiting = (waiting.0 + 1, why);
+        HandlersWait(self.clone())
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for HandlersWait {
+    fn drop(&mut self) {
+        self.0.lock().waiting.0 -= 1;
     }
 }

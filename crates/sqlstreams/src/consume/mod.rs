@@ -14,7 +14,6 @@ mod coordinator;
 mod delivery;
 mod gate;
 mod handler;
-mod handler_pool;
 mod health;
 mod held;
 mod ids;
@@ -34,7 +33,6 @@ use tokio_util::sync::CancellationToken;
 
 pub use self::builder::{Budget, ConsumerBuilder};
 pub use self::delivery::{Context, Delivery};
-pub(crate) use self::handler_pool::HandlerPool;
 pub use self::health::{Activity, Health, HealthSnapshot};
 pub use self::transaction::Transaction;
 
@@ -64,7 +62,7 @@ pub struct Consumed {
     pub failed: u64,
     /// Messages that became dead letters without further attempts: the handler said so, or they cannot be decoded.
     pub dead_at_once: u64,
-    /// Messages that the handler put off.
+    /// Messages that the handler put off, or that were because its transaction's connection broke.
     pub delayed: u64,
 }
 

@@ -5,7 +5,6 @@
 
 use std::time::{Duration, SystemTime};
 
-use deadpool_postgres::Object;
 use futures_util::future::join5;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
@@ -17,6 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
 use crate::payload::Payload;
+use crate::pool::Pooled;
 use crate::queries::Query;
 use crate::stream::StreamInner;
 use crate::wake::Watcher;
@@ -380,7 +380,7 @@ impl Protocol {
 
     pub(super) async fn transact(
         &self,
-        connection: Object,
+        connection: Pooled,
         query: &Query,
         params: &[&(dyn ToSql + Sync)],
         doing: &str,

@@ -10,8 +10,7 @@ use tokio::sync::mpsc;
 use super::coordinator::{Coordinator, Parts, TROUBLE};
 use super::delivery::Names;
 use super::gate::Gate;
-use super::handler::{Handler, runner};
-use super::handler_pool::HandlerPool;
+use super::handler::{Handler, Waits, runner};
 use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
 use super::ordered::Ordered;
@@ -111,13 +110,14 @@ where
     }
 
     let _connections =
-        settings.transactional.then(|| HandlerPool::reserve(&stream.client, settings.concurrency));
+        settings.transactional.then(|| stream.client.inner.pool.reserve(settings.concurrency));
     let gate = (mode == Mode::Ordered).then(Gate::default);
     let (queue, holding) = (Arc::new(Queue::new(gate)), Arc::new(Holding::default()));
     // Unbounded, yet never longer than what the consumer holds.
     let (finished, results) = mpsc::unbounded_channel();
-    let runner =
-        runner::<T, C>(protocol.clone(), names, settings.timeout, settings.transactional, handler);
+    let waits = || Waits { stop: settings.stop.clone(), health: settings.health.clone() };
+    let transactions = settings.transactional.then(waits);
+    let runner = runner::<T, C>(protocol.clone(), names, settings.timeout, transactions, handler);
     let budget = settings.budget.as_ref().map(|budget| budget.0.clone());
     let work = Work { runner, batch: settings.batch_size, budget, finished };
     let workers = Workers::start(settings.concurrency, &runtime, &queue, work);

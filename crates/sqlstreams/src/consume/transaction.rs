@@ -4,28 +4,26 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use deadpool_postgres::Object;
-use futures_util::FutureExt;
 use futures_util::future::{join, join_all};
+use tokio::time::timeout;
 use tokio_postgres::types::ToSql;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::handler_pool::HandlerPool;
 use super::held::Source;
 use super::protocol::{ANSWER, Protocol};
 use crate::backoff::Backoff;
 use crate::client::{answered, run};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
+use crate::pool::Pooled;
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
 const BEGIN: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
+    "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL sqlstreams.transaction = 'lent'";
 const MARK: &str = "lent";
-const COMMIT_AND_BEGIN: &str =
-    "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL sqlstreams.transaction = 'lent'";
-/// Ends a transaction that somebody still uses: what they send after this finds no connection.
-const HANG_UP: &str = "ROLLBACK; SELECT pg_terminate_backend(pg_backend_pid())";
+const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL sqlstreams.transaction = 'lent'";
+/// How long a rollback is waited for, behind what the handler may have left running.
+const ROLLED_BACK: Duration = Duration::from_secs(1);
 /// The pause between two looks at what became of a commit, growing from the first to the second.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
@@ -35,10 +33,13 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(50), Duration::from_s
 /// It commits by itself after the handler has returned `Ok`, together with the settling of the message, and rolls back
 /// otherwise. It is READ COMMITTED: settling refuses anything else, and what was refused is rolled back and tried again. Do not
 /// commit or roll back yourself; savepoints are fine. What still uses it when the handler has returned, or was dropped, finds
-/// the connection closed.
+/// the connection closed, and what it has running is cancelled.
+///
+/// The connection serves other messages afterwards. So say `SET LOCAL` and `pg_advisory_xact_lock`: a plain `SET`, a session's
+/// advisory lock or a temporary table without `ON COMMIT DROP` would be there for them, too.
 #[derive(Debug)]
 pub struct Transaction {
-    connection: Arc<Object>,
+    connection: Arc<tokio_postgres::Client>,
 }
 
 impl Deref for Transaction {
@@ -49,9 +50,9 @@ impl Deref for Transaction {
     }
 }
 
-/// Our side of it. Dropped, the connection is closed, and with it the transaction.
+/// Our side of it. Dropped, the connection is closed, whatever runs on it and whoever has it, and with it the transaction.
 pub(crate) struct Open {
-    connection: Option<Arc<Object>>,
+    connection: Option<Pooled>,
 }
 
 /// How the attempt to settle and commit ended.
@@ -59,51 +60,98 @@ pub(crate) enum Committed {
     Yes,
     /// The messages belong to somebody else now.
     Lost,
-    /// These have to be handled again; the others are settled, by this transaction or before.
-    Unsettled(Vec<i64>),
-    /// Rolled back, for this reason.
+    /// These have to be handled again, for this reason; the others are settled, by this transaction or before.
+    Unsettled(Vec<i64>, Error),
+    /// Rolled back, as the connection broke before the commit.
+    Broken(Error),
+    /// Rolled back, for this reason, which is the handler's doing.
     No(Error),
 }
 
 impl Open {
     /// Begins one, as soon as a connection is to be had.
     pub(crate) async fn begin(protocol: &Protocol) -> Result<Self> {
-        let doing = "begin a handler's transaction";
         let client = &protocol.stream.client;
-        let connection = HandlerPool::get(client, doing).await?;
-        let open = Self { connection: Some(Arc::new(connection)) };
-        open.execute(BEGIN, doing).await?;
-        Ok(open)
+        let open = Self { connection: Some(client.inner.pool.get_for_handler().await?) };
+        let begun = open.execute(BEGIN, "begin a handler's transaction").await;
+        if begun.as_ref().is_err_and(Error::is_of_connection) {
+            client.forget_idle_connections();
+        }
+        begun.map(|()| open)
     }
 
     /// For the handler.
     pub(crate) fn transaction(&self) -> Option<Transaction> {
-        self.connection.clone().map(|connection| Transaction { connection })
+        self.connection.as_ref().map(|connection| Transaction { connection: connection.share() })
     }
 
-    pub(crate) async fn roll_back(self) {
-        if self.is_kept() {
-            return;
+    pub(crate) fn is_closed(&self) -> bool {
+        self.connection.as_ref().is_none_or(|connection| connection.is_closed())
+    }
+
+    /// Rolls back what a handler has done. An error says that its connection broke, so that it could not do better.
+    pub(crate) async fn roll_back(mut self) -> Result<()> {
+        self.look_for_breakage()?;
+        let Some(connection) = &self.connection else { return Ok(()) };
+        if connection.is_shared() {
+            return Ok(());
         }
-        let done = self.execute("ROLLBACK", "roll a handler's transaction back").await;
-        if done.is_ok() {
-            self.go_on(false);
+        let doing = "roll a handler's transaction back";
+        // Without an answer something still runs there, which is cancelled when this is dropped.
+        match timeout(ROLLED_BACK, connection.batch_execute("ROLLBACK")).await {
+            Ok(Ok(())) => self.connection = None,
+            Ok(Err(error)) => {
+                let error = Error::from_driver(error, doing);
+                if error.is_of_connection() {
+                    return Err(error);
+                }
+            }
+            Err(_) => {}
         }
+        Ok(())
+    }
+
+    /// Without a handler having used it.
+    pub(crate) async fn give_back(self) {
+        if let Err(error) = self.roll_back().await {
+            tracing::debug!(
+                error = &error as &dyn std::error::Error,
+                "lost a connection on which nothing was done"
+            );
+        }
+    }
+
+    /// An error says that the connection is closed, and why.
+    pub(crate) fn look_for_breakage(&mut self) -> Result<()> {
+        let Some(closed) = self.connection.take_if(|connection| connection.is_closed()) else {
+            return Ok(());
+        };
+        let doing = "run a handler's transaction";
+        Err(match closed.reason() {
+            Some(reason) => Error::from_driver(reason, doing),
+            None => {
+                let text = format!("the connection broke while trying to {doing}");
+                Error::new(ErrorKind::Connection, text)
+            }
+        })
     }
 
     /// Settles messages that came from one source each and commits. With `more` messages to come, and nobody who waits for the
     /// connection, it begins the next transaction in the same write and returns that.
     pub(crate) async fn commit(
-        self,
+        mut self,
         protocol: &Protocol,
         messages: &[(Source, Vec<i64>)],
         over: &CancellationToken,
         more: bool,
     ) -> (Committed, Option<Self>) {
-        if self.is_kept() {
+        if let Err(error) = self.look_for_breakage() {
+            return (Committed::not(error), None);
+        }
+        if self.connection.as_ref().is_none_or(Pooled::is_shared) {
             return (Committed::No(Error::kept_transaction()), None);
         }
-        let more = more && !protocol.stream.client.inner.handler_pool.is_waited_for();
+        let more = more && !protocol.stream.client.inner.pool.is_waited_for();
         let (settled, begun) = self.settle_and_commit(protocol, messages, more).await;
         let error = match settled {
             Ok(()) => return (Committed::Yes, self.go_on(begun)),
@@ -114,18 +162,20 @@ impl Open {
             Some("SQ008") => (Committed::Lost, self.go_on(begun)),
             Some("SQ009") => {
                 if let Some(open) = self.go_on(begun) {
-                    open.roll_back().await;
+                    open.give_back().await;
                 }
-                (look(protocol, messages, over).await, None)
+                (look(protocol, messages, over, error).await, None)
             }
-            Some(_) if !error.is_of_connection() => (Committed::No(error), self.go_on(begun)),
+            Some(_) if !error.is_of_connection() || is_of_handler(&error) => {
+                (Committed::No(error), self.go_on(begun))
+            }
             _ => {
                 drop(self);
                 tracing::info!(
                     error = &error as &dyn std::error::Error,
                     "a handler's commit got no answer; looking what became of it"
                 );
-                (look(protocol, messages, over).await, None)
+                (look(protocol, messages, over, error).await, None)
             }
         }
     }
@@ -167,22 +217,28 @@ impl Open {
         let Some(connection) = &self.connection else { return Ok(()) };
         answered(ANSWER, connection.batch_execute(sql), doing).await
     }
+}
 
-    /// Whether the handler, or something it has started, may be writing still.
-    fn is_kept(&self) -> bool {
-        self.connection.as_ref().is_none_or(|c| Arc::strong_count(c) > 1)
+impl Committed {
+    /// The connection broke before the commit was sent.
+    fn not(error: Error) -> Self {
+        match is_of_handler(&error) {
+            true => Self::No(error),
+            false => Self::Broken(error),
+        }
     }
+}
+
+/// Whether trouble with the connection was the handler's own doing: it sat still for longer than the server lets it, or has
+/// made the transaction read-only.
+pub(crate) fn is_of_handler(error: &Error) -> bool {
+    matches!(error.sql_state(), Some("25P03" | "25006"))
 }
 
 impl Drop for Open {
     fn drop(&mut self) {
-        match self.connection.take().map(Arc::try_unwrap) {
-            None => {}
-            Some(Ok(connection)) => drop(Object::take(connection)),
-            // On its way at the first poll, before whatever the others send from now on.
-            Some(Err(kept)) => {
-                let _ = kept.batch_execute(HANG_UP).now_or_never();
-            }
+        if let Some(connection) = self.connection.take() {
+            connection.abandon();
         }
     }
 }
@@ -216,6 +272,7 @@ async fn look(
     protocol: &Protocol,
     messages: &[(Source, Vec<i64>)],
     over: &CancellationToken,
+    reason: Error,
 ) -> Committed {
     let mut backoff = Backoff::new(AGAIN);
     loop {
@@ -230,7 +287,7 @@ async fn look(
         }
         match unsettled {
             Ok(ids) if ids.is_empty() => return Committed::Yes,
-            Ok(ids) => return Committed::Unsettled(ids),
+            Ok(ids) => return Committed::Unsettled(ids, reason),
             Err(error) => {
                 tracing::debug!(
                     error = &error as &dyn std::error::Error,

@@ -97,7 +97,7 @@ impl Workers {
 
 async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
     // A transaction for the next jobs, where one was begun in the same write as the last one's commit.
-    let mut open = None;
+    let mut open: Option<Open> = None;
     loop {
         let mut next = pin!(queue.next(work.batch, work.budget.as_ref()));
         let next = match next.as_mut().now_or_never() {
@@ -105,7 +105,7 @@ async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
             None => {
                 // Nothing to do at once: a transaction must not wait for it.
                 if let Some(open) = open.take() {
-                    Open::roll_back(open).await;
+                    open.give_back().await;
                 }
                 next.await
             }

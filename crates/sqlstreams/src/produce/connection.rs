@@ -3,19 +3,18 @@
 use std::ops::Deref;
 use std::time::Duration;
 
-use deadpool_postgres::Object;
-
 use crate::client::{Client, within};
 use crate::error::Result;
+use crate::pool::Pooled;
 
 /// A connection that goes back to the pool only when it is [given back](Self::give_back). Dropped without that, because
 /// it broke or because nobody waits any more, it is closed, and the server rolls back what was open on it.
 #[derive(Debug)]
-pub(super) struct Borrowed(Option<Object>);
+pub(super) struct Borrowed(Option<Pooled>);
 
 impl Borrowed {
     pub(super) async fn take(client: &Client, doing: &str) -> Result<Self> {
-        client.connection(doing).await.map(|object| Self(Some(object)))
+        client.connection(doing).await.map(|pooled| Self(Some(pooled)))
     }
 
     /// No transaction is open, and nothing is under way.
@@ -39,7 +38,7 @@ impl Deref for Borrowed {
 
     fn deref(&self) -> &Self::Target {
         match &self.0 {
-            Some(object) => object,
+            Some(pooled) => pooled,
             None => unreachable!("only give_back empties it, and consumes it"),
         }
     }
@@ -47,8 +46,8 @@ impl Deref for Borrowed {
 
 impl Drop for Borrowed {
     fn drop(&mut self) {
-        if let Some(object) = self.0.take() {
-            drop(Object::take(object));
+        if let Some(pooled) = self.0.take() {
+            pooled.close();
         }
     }
 }

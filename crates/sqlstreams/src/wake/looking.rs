@@ -166,10 +166,7 @@ impl<'a> Looking<'a> {
             }
         }
         let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let backend = self.life.map(|life| life.backend);
-        let params: [&(dyn ToSql + Sync); 7] =
-            [&streams, &groups, &known, &due_from, &full, &judge, &backend];
-        let looks = self.ask(&params).await?;
+        let looks = self.ask([&streams, &groups, &known, &due_from, &full, &judge]).await?;
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
         // The same for all, so that those that are idle are looked at together again.
@@ -246,11 +243,16 @@ impl<'a> Looking<'a> {
         Ok(())
     }
 
-    async fn ask(&self, params: &[&(dyn ToSql + Sync)]) -> Result<Vec<Look>> {
+    async fn ask(&self, params: [&(dyn ToSql + Sync); 6]) -> Result<Vec<Look>> {
         let doing = "look for messages";
         let query = &self.client.inner.queries.watch;
         let session = self.watcher.session.lock().await;
-        let rows = match session.as_ref().filter(|session| !session.is_broken()) {
+        let session = session.as_ref().filter(|session| !session.is_broken());
+        // Only the session has to be what it was.
+        let backend = session.and_then(|session| session.life).map(|life| life.backend);
+        let [streams, groups, known, due_from, full, judge] = params;
+        let params = &[streams, groups, known, due_from, full, judge, &backend];
+        let rows = match session {
             Some(session) => {
                 let rows = session.read(query, params, doing).await;
                 if rows.as_ref().is_err_and(|error| error.sql_state() == Some(OTHER_BACKEND)) {

@@ -6,7 +6,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use deadpool_postgres::Object;
 use futures_util::future::poll_fn;
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -167,7 +166,7 @@ impl Session {
             Ok(Err(_)) | Err(_) => Proof::Unsure,
         };
         if self.answer(other.batch_execute("ROLLBACK"), doing).await.is_err() {
-            drop(Object::take(other));
+            other.close();
         }
         Ok(proof)
     }

@@ -377,3 +377,21 @@ async fn where_no_connection_is_left_to_listen_on_the_pool_looks_for_messages() 
     drop((groups, stream, client, proxy));
     db.batch_execute(&format!("DROP OWNED BY {role}; DROP ROLE {role}")).await.unwrap();
 }
+
+/// Which limit was reached, and so what helps.
+#[tokio::test]
+async fn too_many_connections_of_a_role_or_to_a_database_are_told_apart() {
+    let url = database().await;
+    let db = connect(&url).await;
+    let name = url.rsplit('/').next().unwrap().split('?').next().unwrap();
+    db.batch_execute(&format!(
+        "CREATE ROLE limited LOGIN PASSWORD 'x' CONNECTION LIMIT 0; CREATE ROLE other LOGIN PASSWORD 'x'; ALTER DATABASE {name} CONNECTION LIMIT 0"
+    ))
+    .await
+    .unwrap();
+    for (role, limit) in [("limited", "ALTER ROLE"), ("other", "ALTER DATABASE")] {
+        let (_, address) = url.split_once('@').unwrap();
+        let error = Client::connect(&format!("postgres://{role}:x@{address}")).await.unwrap_err();
+        assert!(error.hint().unwrap().contains(limit), "{role}: {error:?}");
+    }
+}

@@ -23,6 +23,7 @@ mod fence_restart;
 mod flow;
 mod frozen;
 mod groups;
+mod handlers;
 mod horizon;
 mod idle;
 mod isolation;

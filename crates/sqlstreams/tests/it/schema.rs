@@ -1,5 +1,7 @@
 //! Installing: odd schema names, many at once, versions that do not fit, names that do not exist.
 
+use std::time::{Duration, Instant};
+
 use futures_util::future::join_all;
 use sqlstreams::{Client, Delivery, ErrorKind, RetryPolicy};
 
@@ -147,4 +149,74 @@ async fn what_is_not_there_is_named_with_what_is() {
         assert_eq!(error.code().code(), state, "{call}: {error}");
         assert!(error.hint().is_some(), "{call}: no hint in {error:?}");
     }
+}
+
+/// Whoever has read a view and keeps the transaction open holds a migration up only where it changes that view, and not for long.
+#[tokio::test]
+async fn readers_of_a_view_do_not_stop_a_migration() {
+    let url = database().await;
+    let client = Client::connect(&url).await.unwrap();
+    let (db, reader) = (connect(&url).await, connect(&url).await);
+    let older = "UPDATE sqlstreams.schema_migration SET functions = 'older'";
+    db.batch_execute(older).await.unwrap();
+    let read = "BEGIN; SELECT FROM sqlstreams.dead_letter; SELECT FROM sqlstreams.exception_queue; SELECT FROM sqlstreams.consumer_lease; SELECT FROM sqlstreams.consumer_group_cursor";
+    reader.batch_execute(read).await.unwrap();
+    let start = Instant::now();
+    assert!(client.migrate().await.unwrap().changed);
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    reader.batch_execute("COMMIT").await.unwrap();
+
+    db.batch_execute("CREATE OR REPLACE VIEW sqlstreams.consumer_lease AS SELECT * FROM sqlstreams.list_leases() LIMIT 1").await.unwrap();
+    db.batch_execute(older).await.unwrap();
+    reader.batch_execute(read).await.unwrap();
+    let error = client.migrate().await.unwrap_err();
+    assert!(error.to_string().contains("lock timeout") && error.is_retryable(), "{error:?}");
+    assert!(error.hint().unwrap().contains("transaction open"), "{error:?}");
+    reader.batch_execute("COMMIT").await.unwrap();
+    assert!(client.migrate().await.unwrap().changed);
+    let limited = "SELECT count(*) FROM pg_views WHERE schemaname = 'sqlstreams' AND definition LIKE '%LIMIT%'";
+    assert_eq!(count(&db, limited).await, 0, "it is made anew");
+}
+
+/// A stream that is made while a migration runs has all its functions.
+#[tokio::test]
+async fn streams_are_made_before_a_migration_or_after_it() {
+    let url = database().await;
+    let client = Client::connect(&url).await.unwrap();
+    let (db, maker) = (connect(&url).await, connect(&url).await);
+    let older = "UPDATE sqlstreams.schema_migration SET functions = 'older'";
+    let made = "SELECT count(*) FROM pg_proc WHERE proname LIKE 'settle_message_%'";
+
+    maker.batch_execute("BEGIN; SELECT sqlstreams.create_stream('a')").await.unwrap();
+    db.batch_execute(older).await.unwrap();
+    let migrating = tokio::spawn({
+        let client = client.clone();
+        async move { client.migrate().await }
+    });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!migrating.is_finished(), "it does not see the stream that is being made");
+    // As the functions before this version would have left it.
+    maker.batch_execute("SELECT sqlstreams.drop_stream_functions(1); COMMIT").await.unwrap();
+    assert!(migrating.await.unwrap().unwrap().changed);
+    assert_eq!(count(&db, made).await, 1);
+
+    maker.batch_execute("BEGIN; SELECT pg_advisory_xact_lock(hashtextextended('sqlstreams migrate sqlstreams', 0))").await.unwrap();
+    let making = tokio::spawn(async move { client.stream::<u64>("b").create().await.map(drop) });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!making.is_finished(), "the migration does not see it");
+    maker.batch_execute("COMMIT").await.unwrap();
+    making.await.unwrap().unwrap();
+    assert_eq!(count(&db, made).await, 2);
+}
+
+#[tokio::test]
+async fn functions_of_another_build_are_refused() {
+    let url = database().await;
+    Client::connect(&url).await.unwrap();
+    Client::builder(&url).migrate(false).connect().await.unwrap();
+    let db = connect(&url).await;
+    db.batch_execute("UPDATE sqlstreams.schema_migration SET functions = 'other'").await.unwrap();
+    let error = Client::builder(&url).migrate(false).connect().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::SchemaMismatch, "{error:?}");
+    assert!(error.hint().unwrap().contains("migrate"), "{error:?}");
 }

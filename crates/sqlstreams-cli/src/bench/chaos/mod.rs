@@ -63,9 +63,10 @@ pub(crate) struct ChaosArgs {
     #[arg(long = "for", value_name = "DURATION", default_value = "60s",
           value_parser = values::duration)]
     time: Duration,
-    /// How many processes consume
-    #[arg(long, value_name = "N", default_value_t = 3, value_parser = values::at_least_one)]
-    consumers: usize,
+    /// How many processes consume, at most 100
+    #[arg(long, value_name = "N", default_value_t = 3,
+          value_parser = clap::value_parser!(u16).range(1..=100))]
+    consumers: u16,
     /// Messages a second
     #[arg(long, value_name = "N", default_value_t = 200,
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
@@ -106,7 +107,8 @@ async fn chaos(
     let seed = args.seed.unwrap_or_else(|| fastrand::u64(..1_000_000));
     business::create(&place.db, &place.tables).await?;
     let groups = Groups::create(&place.stream).await?;
-    let mut workers = Workers::start(context, &place.url, place.stream.name(), args.consumers)?;
+    let mut workers =
+        Workers::start(context, &place.url, place.stream.name(), args.consumers.into())?;
 
     let until = Instant::now() + args.time;
     let total = args.time.as_millis().try_into().unwrap_or(u64::MAX);
@@ -132,7 +134,7 @@ async fn chaos(
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         seed,
-        consumers: args.consumers,
+        consumers: args.consumers.into(),
         seconds: args.time.as_secs_f64(),
         rate: args.rate,
         lease_seconds: LEASE.as_secs_f64(),
