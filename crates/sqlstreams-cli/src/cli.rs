@@ -92,7 +92,7 @@ pub(crate) enum Command {
     /// List, show, redrive and discard dead letters
     #[command(subcommand)]
     Dead(dead::DeadCommand),
-    /// Measure latency and transactional handlers; kill and freeze consumers and count what got lost
+    /// Measure latency, transactional handlers and keys; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
 }

@@ -16,6 +16,9 @@ pub const MAX_KEY_BYTES: usize = 1024;
 /// The longest routing key, in bytes of UTF-8.
 pub const MAX_ROUTING_KEY_BYTES: usize = 255;
 
+/// The longest idempotency key, in bytes of UTF-8.
+pub const MAX_IDEMPOTENCY_KEY_BYTES: usize = 1024;
+
 /// A message of a stream.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -52,6 +55,7 @@ pub(crate) struct Meta {
     pub(crate) key: Option<String>,
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<Headers>,
+    pub(crate) idempotency_key: Option<String>,
 }
 
 impl<'a, T> Outgoing<'a, T> {
@@ -78,6 +82,16 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
+    /// What the message is known by: of all that are sent with the same key, the stream stores the first, for as long as its
+    /// [window](crate::StreamBuilder::idempotency_window) lasts, and answers the others with its id; see
+    /// [`Receipt::duplicate`](crate::Receipt::duplicate). 1 to [`MAX_IDEMPOTENCY_KEY_BYTES`], without NUL.
+    ///
+    /// While the first one's transaction is open, the others wait for its end.
+    pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
+        self.meta.idempotency_key = Some(key.into());
+        self
+    }
+
     pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
@@ -90,6 +104,7 @@ pub(crate) struct Encoded {
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<String>,
     pub(crate) payload: Payload,
+    pub(crate) idempotency_key: Option<String>,
 }
 
 impl Encoded {
@@ -103,6 +118,11 @@ impl Encoded {
         check_payload(&payload, payload_type)?;
         check_text("key", meta.key.as_deref(), MAX_KEY_BYTES)?;
         check_text("routing key", meta.routing_key.as_deref(), MAX_ROUTING_KEY_BYTES)?;
+        let idempotency_key = meta.idempotency_key.as_deref();
+        check_text("idempotency key", idempotency_key, MAX_IDEMPOTENCY_KEY_BYTES)?;
+        if idempotency_key.is_some_and(str::is_empty) {
+            return Err(invalid("the idempotency key is empty".to_owned()));
+        }
         let headers = meta.headers.map(Value::Object);
         if headers.as_ref().is_some_and(holds_nul) {
             return Err(invalid(
@@ -114,13 +134,20 @@ impl Encoded {
             routing_key: meta.routing_key,
             headers: headers.map(|h| h.to_string()),
             payload: Payload(payload),
+            idempotency_key: meta.idempotency_key,
         })
+    }
+
+    /// Whether a plain INSERT can say all of it.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.idempotency_key.is_none()
     }
 
     /// About how much it takes on the wire.
     pub(crate) fn bytes(&self) -> usize {
         let len = |s: &Option<String>| s.as_ref().map_or(0, String::len);
-        self.payload.0.len() + len(&self.key) + len(&self.routing_key) + len(&self.headers) + 32
+        let rest = len(&self.key) + len(&self.routing_key) + len(&self.headers);
+        self.payload.0.len() + rest + len(&self.idempotency_key) + 32
     }
 }
 

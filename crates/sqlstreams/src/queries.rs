@@ -60,8 +60,9 @@ queries! {
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
         ensure_partitions: [INT8, INT4],
-        create_stream: [TEXT, TEXT, INT8, BOOL],
-        alter_stream: [INT8, BOOL],
+        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8],
+        alter_stream: [INT8, BOOL, FLOAT8],
+        expire_idempotency_keys: [INT8, TIMESTAMPTZ, INT8],
         current_transaction: [],
         resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL],
         drop_stream: [INT8],
@@ -86,8 +87,9 @@ queries! {
 queries! {
     /// Those that name a stream's tables or depend on its payload type.
     StreamQueries {
-        // The payloads' type is added by hand where the insert is sent.
+        // The payloads' type is added by hand where these two are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
+        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],
         read_messages: [INT8_ARRAY],
@@ -136,7 +138,7 @@ mod tests {
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {
-                    "insert" => [query.types, &[payload_type.array_type()]].concat(),
+                    "insert" | "produce" => [query.types, &[payload_type.array_type()]].concat(),
                     _ => query.types.to_vec(),
                 };
                 let prepared = connection.prepare_typed(&query.sql, &types).await;

@@ -4,6 +4,7 @@
 //! which `--json` prints as they are.
 
 mod chaos;
+mod keys;
 mod latency;
 mod place;
 mod server;
@@ -21,6 +22,8 @@ pub(crate) enum BenchCommand {
     Latency(latency::LatencyArgs),
     /// What it costs to settle in the handlers' transactions
     Transactional(transactional::TransactionalArgs),
+    /// What idempotency keys cost
+    Keys(keys::KeysArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -32,6 +35,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
     match command {
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
+        BenchCommand::Keys(args) => keys::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

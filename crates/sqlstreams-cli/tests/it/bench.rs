@@ -68,6 +68,18 @@ fn transactional_counts_both_sides() {
 }
 
 #[test]
+fn keys_say_what_they_cost() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "keys", "--for", "1s", "--batch", "50"]);
+    let rate = |name: &str| facts[name].as_f64().unwrap();
+    let (without, with) = (rate("without_keys_per_second"), rate("with_keys_per_second"));
+    assert!(without > 0.0 && with > 0.0 && rate("duplicates_per_second") > 0.0, "{facts:#}");
+    assert!((rate("ratio") - with / without).abs() < 1e-9, "{facts:#}");
+    assert_eq!(facts["target_met"], rate("ratio") >= rate("target"));
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn chaos_loses_nothing_and_leaves_nothing() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "chaos", "--for", "2s", "--rate", "100", "--seed", "7"]);

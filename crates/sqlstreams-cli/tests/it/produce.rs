@@ -48,6 +48,40 @@ fn json_keeps_its_spelling() {
 }
 
 #[test]
+fn lines_with_a_known_idempotency_key_are_not_stored_again() {
+    let bench = Bench::with_orders("");
+    let args = ["produce", "orders", "--idempotency-key-field", "id", "--json"];
+    let send = |lines: &str| {
+        let ran = bench.run_with(&args, lines.as_bytes()).assert_ok();
+        (serde_json::from_slice::<Value>(&ran.stdout).unwrap(), ran.stderr)
+    };
+    let (sent, _) = send("{\"id\": 1}\n{\"id\": 2}\n{\"id\": 1}\n");
+    assert_eq!((&sent["stored"], &sent["duplicates"]), (&json!(2), &json!(1)), "{sent}");
+    let (sent, errors) = send("{\"id\": 1}\n{\"id\": 2, \"x\": 0}\n{\"id\": 3}\n");
+    assert_eq!(
+        (&sent["stored"], &sent["duplicates"], &sent["conflicts"]),
+        (&json!(1), &json!(2), &json!(1))
+    );
+    assert_eq!(errors.trim(), "{\"conflict\":{\"id\":2,\"line\":2}}");
+    assert_eq!(
+        (&sent["first_id"], &sent["last_id"], &sent["next_line"]),
+        (&json!(3), &json!(3), &json!(4))
+    );
+    let ran = bench.run_with(&args[..4], b"{\"id\": 1}\n{\"id\": 2, \"x\": 0}\n").assert_ok();
+    assert!(
+        ran.stderr.contains("line 2 is not stored: message 2 has its idempotency key"),
+        "{}",
+        ran.stderr
+    );
+    assert!(
+        ran.stderr.contains("0 lines stored in stream \"orders\"; 2 duplicates, 1 of them"),
+        "{}",
+        ran.stderr
+    );
+    bench.run_with(&args, b"{\"no\": 1}\n").assert_code(1);
+}
+
+#[test]
 fn many_lines_arrive_complete_and_in_order() {
     let bench = Bench::with_orders("");
     let lines: String =

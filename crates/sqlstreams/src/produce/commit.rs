@@ -31,7 +31,7 @@ const GIVE_UP_AFTER: Duration = Duration::from_secs(60);
 /// All rows were stored or none, so that a few tell.
 const SAMPLE: usize = 1_000;
 
-/// A transaction that wrote messages and was not committed yet.
+/// A transaction that was not committed yet, and the messages that it stores.
 #[derive(Debug)]
 pub(super) struct Transaction {
     pub(super) xid: String,
@@ -87,6 +87,10 @@ pub(super) async fn commit(
     };
     drop(committing);
     stream.client.forget_idle_connections();
+    if transaction.written.is_empty() {
+        // All were duplicates of what others have committed.
+        return Ok(Committed::Stored);
+    }
     tracing::info!(
         stream = stream.name,
         error = &lost as &dyn std::error::Error,
@@ -168,7 +172,7 @@ enum Answer {
 async fn ask(stream: &StreamInner, transaction: &Transaction, terminate: bool) -> Result<Answer> {
     const DOING: &str = "find out whether the messages were stored";
     let sample = || transaction.written.iter().take(SAMPLE);
-    let ids: Vec<i64> = sample().map(|written| written.id).collect();
+    let ids: Vec<i64> = sample().map(|written| written.receipt.id).collect();
     let produced_at: Vec<SystemTime> = sample().map(|written| written.produced_at).collect();
     let query = &stream.client.inner.queries.resolve_commit;
     let asked = within(

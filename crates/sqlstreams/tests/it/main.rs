@@ -21,6 +21,7 @@ mod flow;
 mod frozen;
 mod groups;
 mod horizon;
+mod idempotency;
 mod idle;
 mod isolation;
 mod journal;

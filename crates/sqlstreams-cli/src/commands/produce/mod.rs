@@ -20,7 +20,7 @@ use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::values;
 
-use self::lines::Input;
+use self::lines::{Fields, Input};
 use self::send::{Sender, Sent};
 
 const AFTER_HELP: &str = "\
@@ -33,11 +33,15 @@ A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
     64 MiB, no key where --key-field wants one) is an error that names it: its batch is refused,
     earlier batches stay, later lines are not sent.
   - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
+With --idempotency-key-field a line whose key was sent before, within the stream's window (see
+`stream alter`), is a duplicate: it is not stored again, and counted. So the same file may be sent
+again and again until all of it is stored. A duplicate with another payload is told on stderr.
 After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
 
 Examples:
   sqlstreams produce orders orders.ndjson
   jq -c '.[]' orders.json | sqlstreams produce orders --key-field customer
+  sqlstreams produce orders orders.ndjson --idempotency-key-field order_id
   tail -F app.log | sqlstreams produce logs --create --payload-type text
   sqlstreams produce orders dump.ndjson --skip-invalid 2> bad-lines.txt";
 
@@ -55,6 +59,9 @@ pub(crate) struct ProduceArgs {
     /// Take each message's key from this field of its JSON object: a string or a number
     #[arg(long, value_name = "FIELD")]
     key_field: Option<String>,
+    /// Take each message's idempotency key from this field: the stream stores each key once
+    #[arg(long, value_name = "FIELD")]
+    idempotency_key_field: Option<String>,
     /// Report lines that cannot be stored on stderr and go on
     #[arg(long)]
     skip_invalid: bool,
@@ -75,7 +82,7 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
     let input = Input {
         file,
         batch: args.batch,
-        key_field: args.key_field,
+        fields: Fields { key: args.key_field, idempotency_key: args.idempotency_key_field },
         skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
     };
     // Not between lines that are being typed.
@@ -172,6 +179,8 @@ fn tell(
         return print_json(&json!({
             "stream": stream.name(),
             "stored": sent.stored,
+            "duplicates": sent.duplicates,
+            "conflicts": sent.conflicts,
             "skipped": sent.skipped,
             "blank": sent.blank,
             "first_id": sent.ids.map(|ids| ids.0),
@@ -187,6 +196,12 @@ fn tell(
             progress.seconds(),
             thousands(progress.rate(sent.stored))
         );
+    }
+    if sent.duplicates > 0 {
+        line += &format!("; {}", counted(sent.duplicates, "duplicate"));
+    }
+    if sent.conflicts > 0 {
+        line += &format!(", {} of them with another payload", thousands(sent.conflicts));
     }
     if sent.skipped > 0 {
         line += &format!("; {} skipped", thousands(sent.skipped));

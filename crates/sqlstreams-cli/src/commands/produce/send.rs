@@ -4,7 +4,9 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use sqlstreams::{Bytes, CancellationToken, ErrorKind, Outgoing, Producer, Receipt, Stream};
+use sqlstreams::{
+    Bytes, CancellationToken, Duplicate, ErrorKind, Outgoing, Producer, Receipt, Stream,
+};
 use tokio::time::{Instant, timeout_at};
 
 use crate::failure::Failure;
@@ -20,6 +22,9 @@ const LINGER: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) stored: u64,
+    /// Lines whose idempotency key was sent before, and those of them whose payload differs.
+    pub(super) duplicates: u64,
+    pub(super) conflicts: u64,
     /// Invalid lines that were left out.
     pub(super) skipped: u64,
     pub(super) blank: u64,
@@ -29,6 +34,21 @@ pub(super) struct Sent {
     pub(super) next_line: u64,
     /// Whether a signal came before the end of the input.
     pub(super) cut_short: bool,
+}
+
+impl Default for Sent {
+    fn default() -> Self {
+        Self {
+            stored: 0,
+            duplicates: 0,
+            conflicts: 0,
+            skipped: 0,
+            blank: 0,
+            ids: None,
+            next_line: 1,
+            cut_short: false,
+        }
+    }
 }
 
 pub(super) struct Sender<'a> {
@@ -50,8 +70,6 @@ impl<'a> Sender<'a> {
         skip_invalid: bool,
         json: bool,
     ) -> Self {
-        let sent =
-            Sent { stored: 0, skipped: 0, blank: 0, ids: None, next_line: 1, cut_short: false };
         Self {
             producer: stream.producer(),
             progress,
@@ -60,7 +78,7 @@ impl<'a> Sender<'a> {
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             read_bytes: 0,
-            sent,
+            sent: Sent::default(),
         }
     }
 
@@ -143,27 +161,47 @@ impl<'a> Sender<'a> {
         self.skip(&mut batch);
         let receipts = match self.producer.send_all(batch.iter().map(outgoing)).await {
             Err(error) if is_refusal(error.kind()) => match self.skip_invalid {
-                true => self.send_valid(batch).await?,
+                true => self.send_valid(&mut batch).await?,
                 false => return Err(self.name_line(error, &batch).into()),
             },
             sent => sent?,
         };
-        if let (Some(first), Some(last)) = (receipts.first(), receipts.last()) {
-            self.sent.ids = Some((self.sent.ids.map_or(first.id, |ids| ids.0), last.id));
+        for (line, receipt) in batch.iter().zip(receipts) {
+            self.count(line, receipt);
         }
-        self.sent.stored += receipts.len() as u64;
         self.sent.next_line = last + 1;
         self.progress.update(self.read_bytes, self.sent.stored);
         Ok(())
     }
 
     /// Sends a batch that was refused without its invalid lines.
-    async fn send_valid(&mut self, mut batch: Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
+    async fn send_valid(&mut self, batch: &mut Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
         for invalid in self.producer.find_invalid(batch.iter().map(outgoing)).await? {
             batch[invalid.place].invalid = Some(invalid.reason);
         }
-        self.skip(&mut batch);
+        self.skip(batch);
         Ok(self.producer.send_all(batch.iter().map(outgoing)).await?)
+    }
+
+    fn count(&mut self, line: &Line, receipt: Receipt) {
+        let Some(duplicate) = receipt.duplicate else {
+            self.sent.ids = Some((self.sent.ids.map_or(receipt.id, |ids| ids.0), receipt.id));
+            self.sent.stored += 1;
+            return;
+        };
+        self.sent.duplicates += 1;
+        if duplicate == Duplicate::OtherPayload {
+            self.sent.conflicts += 1;
+            let (number, id) = (line.number, receipt.id);
+            if self.json {
+                let conflict = serde_json::json!({"line": number, "id": id});
+                self.progress.say(&serde_json::json!({ "conflict": conflict }).to_string());
+            } else {
+                self.progress.say(&format!(
+                    "line {number} is not stored: message {id} has its idempotency key and another payload"
+                ));
+            }
+        }
     }
 
     /// Reports the invalid lines of a batch and takes them out.
@@ -198,11 +236,14 @@ impl<'a> Sender<'a> {
 }
 
 fn outgoing(line: &Line) -> Outgoing<'_, Vec<u8>> {
-    let message = Outgoing::new(&line.payload);
-    match &line.key {
-        Some(key) => message.key(key),
-        None => message,
+    let mut message = Outgoing::new(&line.payload);
+    if let Some(key) = &line.key {
+        message = message.key(key);
     }
+    if let Some(key) = &line.idempotency_key {
+        message = message.idempotency_key(key);
+    }
+    message
 }
 
 /// Whether the error is about a message, not about the database.

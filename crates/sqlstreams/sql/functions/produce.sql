@@ -1,0 +1,110 @@
+-- Producing messages that carry more than an INSERT can say: idempotency keys. What carries none is a plain INSERT into
+-- message_log_<n>, and costs nothing of this.
+
+-- Makes produce_<n>, which is called for each such batch and so keeps its plans (see generated.sql). It takes the columns of the batch as arrays of one
+-- length (or empty: all NULL) and returns one row per message, in order: its id, when it was written, whether it is a
+-- duplicate, and then whether its payload differs from the one that is stored.
+--
+-- Invariants:
+--   * Whoever has a key's row in message_idempotency_<n> has its message: both are written in one transaction, the row first.
+--   * The log is locked before an id is drawn: a writer without the lock would not be seen by the fence.
+--   * Ids are drawn in the order of the batch, rows of keys are written in the order of their hashes: two batches of one
+--     statement each never wait for each other in a circle.
+-- A key that another open transaction has written is waited for: whether it is a duplicate only shows when that ends.
+--
+-- Keys are kept as two hashes of 64 bits. Collisions of keys that nobody made for the purpose do not occur.
+-- Joins are look-ups per row, by LATERAL with LIMIT: on a table that was just filled the planner would rather read it all.
+CREATE OR REPLACE FUNCTION make_produce_function(p_stream bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $make$
+DECLARE
+    s stream := require_stream(p_stream);
+BEGIN
+    EXECUTE format($text$
+        CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[])
+        RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean)
+        LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET jit = off AS $$
+        #variable_conflict use_column
+        DECLARE
+            now     timestamptz := clock_timestamp();
+            oldest  timestamptz;
+            -- By the place in the batch: the hashes of the key (NULL: no key), of the payload, the id that was drawn for it, and the
+            -- id and the payload's hash that are stored under the key.
+            hashes1 bigint[];
+            hashes2 bigint[];
+            sums    bigint[];
+            ids     bigint[];
+            known   bigint[];
+            stored  bigint[];
+            wanted  bigint;
+            made    bigint;
+            rounds  int := 0;
+        BEGIN
+            LOCK TABLE ONLY %1$I.%3$I IN ROW EXCLUSIVE MODE;
+            SELECT now - s.idempotency_window INTO oldest FROM %1$I.stream AS s WHERE s.id = %5$s;
+            SELECT array_agg(hashtextextended(u.k COLLATE "C", 0)), array_agg(hashtextextended(u.k COLLATE "C", 1)),
+                   array_agg(CASE WHEN u.k IS NOT NULL THEN hashtextextended(%7$s COLLATE "C", 0) END)
+                INTO hashes1, hashes2, sums FROM unnest(p_idempotency_keys, p_payloads) AS u(k, payload);
+            LOOP
+                SELECT array_agg(x.message_id), array_agg(x.payload_hash) INTO known, stored
+                FROM unnest(hashes1, hashes2) AS u(h1, h2)
+                LEFT JOIN LATERAL (SELECT i.message_id, i.payload_hash FROM %1$I.%4$I AS i
+                                   WHERE i.hash_1 = u.h1 AND i.hash_2 = u.h2 AND i.sent_at > oldest LIMIT 1) AS x ON true;
+                -- Of each key that is not known the first, and in the first round all without a key.
+                SELECT array_agg(CASE WHEN n.takes THEN coalesce(n.id, nextval('%1$I.%8$I')) ELSE n.id END), count(n.h1) FILTER (WHERE n.known IS NULL)
+                    INTO ids, wanted
+                FROM (SELECT u.id, u.h1, u.known, u.h1 IS NULL OR u.known IS NULL AND row_number() OVER (PARTITION BY u.h1, u.h2 ORDER BY u.n) = 1 AS takes
+                      FROM unnest(ids, hashes1, hashes2, known) WITH ORDINALITY AS u(id, h1, h2, known, n) ORDER BY u.n) AS n;
+                EXIT WHEN wanted = 0;
+                -- One that has outlived the window makes place. One that was written meanwhile stays.
+                INSERT INTO %1$I.%4$I AS i (hash_1, hash_2, message_id, payload_hash, sent_at)
+                SELECT u.h1, u.h2, u.id, u.sum, now FROM unnest(hashes1, hashes2, ids, sums, known) AS u(h1, h2, id, sum, known)
+                WHERE u.h1 IS NOT NULL AND u.id IS NOT NULL AND u.known IS NULL ORDER BY u.h1, u.h2
+                ON CONFLICT (hash_1, hash_2) DO UPDATE SET message_id = EXCLUDED.message_id, payload_hash = EXCLUDED.payload_hash, sent_at = EXCLUDED.sent_at
+                    WHERE i.sent_at <= oldest;
+                GET DIAGNOSTICS made = ROW_COUNT;
+                IF made = wanted THEN
+                    SELECT array_agg(coalesce(u.known, u.id)) INTO known FROM unnest(known, ids) AS u(known, id);
+                    EXIT;
+                END IF;
+                -- Somebody was faster, or the batch has a key twice: look again, in a later statement, which sees them.
+                rounds := rounds + 1;
+                IF rounds > 100 THEN
+                    RAISE EXCEPTION 'rows of message_idempotency_%5$s go as fast as they come' USING ERRCODE = 'serialization_failure', HINT = 'Send the messages again.';
+                END IF;
+            END LOOP;
+
+            now := clock_timestamp();
+            INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, payload) OVERRIDING SYSTEM VALUE
+            SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.payload
+            FROM unnest(ids, hashes1, known, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, key, routing_key, headers, payload)
+            WHERE u.id IS NOT NULL AND (u.h1 IS NULL OR u.id = u.known);
+            RETURN QUERY
+            SELECT coalesce(u.known, u.id), now, u.h1 IS NOT NULL AND u.id IS DISTINCT FROM u.known, coalesce(u.stored <> u.sum, false)
+            FROM unnest(ids, hashes1, known, stored, sums) AS u(id, h1, known, stored, sum);
+        END $$
+        $text$, current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
+        CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, 'message_log_' || p_stream || '_id_seq');
+END $make$;
+
+-- Removes keys that have outlived the stream's window, the oldest first, at most p_limit. p_from bounds the look from below: where it
+-- ended the last time, so that rows which are dead and cannot be removed yet are not read again and again. Returns how many were removed, and
+-- from where on to go on; nothing while another does the same.
+--
+-- Rows that are locked are passed over, so that it waits for nobody.
+CREATE OR REPLACE FUNCTION expire_idempotency_keys(p_stream bigint, p_from timestamptz DEFAULT '-infinity', p_limit bigint DEFAULT 10000) RETURNS TABLE (removed bigint, upto timestamptz)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    s      stream := require_stream(p_stream);
+    oldest timestamptz := clock_timestamp() - s.idempotency_window;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(hashtextextended('sqlstreams expire keys ' || current_schema(), p_stream)) THEN
+        RETURN;
+    END IF;
+    EXECUTE format(
+        'WITH old AS MATERIALIZED (SELECT hash_1, hash_2, sent_at FROM %1$I WHERE sent_at >= $1 AND sent_at <= $2 ORDER BY sent_at LIMIT $3 FOR UPDATE SKIP LOCKED),
+              gone AS (DELETE FROM %1$I AS i USING old WHERE i.hash_1 = old.hash_1 AND i.hash_2 = old.hash_2 RETURNING i.sent_at)
+         SELECT count(*), max(sent_at) FROM gone', 'message_idempotency_' || p_stream)
+        INTO removed, upto USING p_from, oldest, p_limit;
+    upto := coalesce(upto, p_from);
+    RETURN NEXT;
+END $$;
