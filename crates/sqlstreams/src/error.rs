@@ -200,6 +200,15 @@ impl Error {
             || self.sql_state().is_some_and(|state| state == "53200" || state == "XX000")
     }
 
+    /// Whether a row found no partition of the log: a check violation without a constraint. (The text may be in any language.)
+    pub(crate) fn is_out_of_partitions(&self) -> bool {
+        let source = self.0.source.as_ref();
+        let driver = source.and_then(|source| source.downcast_ref::<tokio_postgres::Error>());
+        driver
+            .and_then(tokio_postgres::Error::as_db_error)
+            .is_some_and(|db| *db.code() == SqlState::CHECK_VIOLATION && db.constraint().is_none())
+    }
+
     /// The SQLSTATE, when the error came from PostgreSQL.
     pub fn sql_state(&self) -> Option<&str> {
         let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;

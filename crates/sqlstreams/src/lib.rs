@@ -75,6 +75,7 @@ mod client;
 mod connect;
 mod consume;
 mod dead;
+mod delayed;
 mod error;
 mod group;
 mod message;
@@ -98,6 +99,7 @@ pub use consume::{
     Transaction,
 };
 pub use dead::Exception;
+pub use delayed::Delayed;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, RetryPolicy, Start};
 pub use message::{

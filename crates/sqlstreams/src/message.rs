@@ -1,6 +1,6 @@
 //! Messages as they come out of a stream and as they go in.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde_json::{Map, Value};
 
@@ -18,6 +18,9 @@ pub const MAX_ROUTING_KEY_BYTES: usize = 255;
 
 /// The longest idempotency key, in bytes of UTF-8.
 pub const MAX_IDEMPOTENCY_KEY_BYTES: usize = 1024;
+
+/// How far ahead a message can be put off: about 10,000 years.
+const MOST_AHEAD: Duration = Duration::from_secs(10_000 * 365 * 24 * 3600);
 
 /// A message of a stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -56,6 +59,14 @@ pub(crate) struct Meta {
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<Headers>,
     pub(crate) idempotency_key: Option<String>,
+    pub(crate) deliver: Option<When>,
+}
+
+/// A point of time, by the database's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    At(SystemTime),
+    After(Duration),
 }
 
 impl<'a, T> Outgoing<'a, T> {
@@ -92,6 +103,20 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
+    /// Keeps the message back for so long, by the database's clock: it waits beside the log, as long as you like, and gets its
+    /// place in it then. Nothing is delayed by nothing. See [`Receipt::delayed`](crate::Receipt::delayed).
+    pub fn delay(mut self, delay: Duration) -> Self {
+        self.meta.deliver = Some(When::After(delay));
+        self
+    }
+
+    /// Keeps the message back until then, by the database's clock, as [`delay`](Self::delay) does. A time that has been
+    /// delays nothing.
+    pub fn deliver_at(mut self, at: SystemTime) -> Self {
+        self.meta.deliver = Some(When::At(at));
+        self
+    }
+
     pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
@@ -105,6 +130,39 @@ pub(crate) struct Encoded {
     pub(crate) headers: Option<String>,
     pub(crate) payload: Payload,
     pub(crate) idempotency_key: Option<String>,
+    pub(crate) deliver: Option<When>,
+}
+
+impl When {
+    fn check(self, what: &str) -> Result<Self> {
+        let ahead = match self {
+            Self::After(duration) => duration,
+            // What has been has been.
+            Self::At(at) if at < SystemTime::UNIX_EPOCH => {
+                return Ok(Self::At(SystemTime::UNIX_EPOCH));
+            }
+            Self::At(at) => at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+        };
+        match ahead <= MOST_AHEAD {
+            true => Ok(self),
+            false => Err(invalid(format!("the {what} is more than 10,000 years ahead"))),
+        }
+    }
+
+    /// As the SQL functions take it: a time, or seconds.
+    pub(crate) fn at(self) -> Option<SystemTime> {
+        match self {
+            Self::At(at) => Some(at),
+            Self::After(_) => None,
+        }
+    }
+
+    pub(crate) fn after(self) -> Option<f64> {
+        match self {
+            Self::At(_) => None,
+            Self::After(duration) => Some(duration.as_secs_f64()),
+        }
+    }
 }
 
 impl Encoded {
@@ -135,12 +193,18 @@ impl Encoded {
             headers: headers.map(|h| h.to_string()),
             payload: Payload(payload),
             idempotency_key: meta.idempotency_key,
+            deliver: meta.deliver.map(|when| when.check("time of delivery")).transpose()?,
         })
     }
 
     /// Whether a plain INSERT can say all of it.
     pub(crate) fn is_plain(&self) -> bool {
-        self.idempotency_key.is_none()
+        self.idempotency_key.is_none() && self.deliver.is_none()
+    }
+
+    /// Whether it leaves a row behind that goes with the stream's window.
+    pub(crate) fn leaves_key(&self) -> bool {
+        self.idempotency_key.is_some() || self.deliver.is_some()
     }
 
     /// About how much it takes on the wire.

@@ -44,6 +44,13 @@ impl StreamInner {
         self.committed(false);
     }
 
+    /// Messages were committed that are delayed, but not for long.
+    pub(crate) fn delayed_some(&self) {
+        // The stream's number, below zero: see `Rung`.
+        self.client.inner.watcher.rang(-self.id);
+        Bell::ring(&self.client, -self.id);
+    }
+
     /// Something was committed; `rung`: and rung for elsewhere.
     pub(crate) fn committed(&self, rung: bool) {
         self.client.inner.watcher.rang(self.id);
@@ -322,6 +329,7 @@ impl<T, C> Stream<T, C> {
     /// ([`send_in`](Self::send_in)). A hint, which nobody waits for: without it they are found by polling, within a second.
     pub fn ring(&self) {
         self.inner.ring();
+        self.inner.delayed_some();
     }
 
     /// Whether every insert wakes the consumers from inside its transaction; see [`StreamBuilder::notify`].

@@ -82,6 +82,36 @@ fn lines_with_a_known_idempotency_key_are_not_stored_again() {
 }
 
 #[test]
+fn delayed_lines_wait_and_can_be_taken_back() {
+    let bench = Bench::with_orders("");
+    let args = ["produce", "orders", "--delay", "1h", "--json"];
+    let sent = bench.run_with(&args, b"1\n2\n3\n").assert_ok();
+    let sent: Value = serde_json::from_slice(&sent.stdout).unwrap();
+    assert_eq!(
+        (&sent["stored"], &sent["delayed"], &sent["first_id"]),
+        (&json!(0), &json!(3), &Value::Null)
+    );
+    let ran =
+        bench.run_with(&["produce", "orders", "--deliver-at", "2999-01-01T00:00:00Z"], b"4\n");
+    assert!(ran.stderr.contains("; 1 line delayed"), "{}", ran.stderr);
+    assert_eq!(bench.json(&["stream", "show", "orders"])["delayed"], 4);
+    let list = bench.json(&["delayed", "list", "orders"]);
+    let payloads: Vec<&Value> = list.as_array().unwrap().iter().map(|d| &d["payload"]).collect();
+    assert_eq!(payloads, [&json!(1), &json!(2), &json!(3), &json!(4)]);
+    assert_eq!(list[3]["deliver_at"], "2999-01-01T00:00:00.000000Z");
+    let id = list[1]["id"].to_string();
+    let text = bench.ok(&["delayed", "cancel", "orders", &id]);
+    assert_eq!(text.trim(), "cancelled 1 delayed message of stream \"orders\"");
+    bench.run(&["delayed", "cancel", "orders", &id, "1"]).assert_error(3, &["not waiting", &id]);
+    assert!(bench.ok(&["delayed", "list", "orders", "--limit", "1"]).contains("PAYLOAD"));
+    bench.run_with(&["produce", "orders", "--delay", "0s"], b"5\n").assert_ok();
+    assert_eq!(bench.ok(&["consume", "orders", "-g", "g", "--until-caught-up"]), "5\n");
+    for (flag, value) in [("--delay", "soon"), ("--delay", "15"), ("--deliver-at", "noon")] {
+        bench.run(&["produce", "orders", flag, value]).assert_error(2, &[value]);
+    }
+}
+
+#[test]
 fn many_lines_arrive_complete_and_in_order() {
     let bench = Bench::with_orders("");
     let lines: String =

@@ -1,9 +1,14 @@
--- Producing messages that carry more than an INSERT can say: idempotency keys. What carries none is a plain INSERT into
--- message_log_<n>, and costs nothing of this.
+-- Producing messages that carry more than an INSERT can say: idempotency keys, delays. What carries none is a plain INSERT
+-- into message_log_<n>, and costs nothing of this.
 
 -- Makes produce_<n>, which is called for each such batch and so keeps its plans (see generated.sql). It takes the columns of the batch as arrays of one
--- length (or empty: all NULL) and returns one row per message, in order: its id, when it was written, whether it is a
--- duplicate, and then whether its payload differs from the one that is stored.
+-- length (or empty: all NULL; delays are seconds) and returns one row per message, in order: its id, when it was written, whether it is
+-- a duplicate, and then whether its payload differs from the one that is stored; whether it is delayed, so that the id is one of
+-- message_delayed_<n>, and until when.
+--
+-- witness_1 and witness_2, of a message that was delayed, are the hashes of a row of message_idempotency_<n> that was written in this
+-- transaction, at written_at: the message itself may have gone into the log by the time that somebody asks what became of the commit
+-- (commit.sql). It is the row of its key, or else one made for the purpose, under a key that nobody has.
 --
 -- Invariants:
 --   * Whoever has a key's row in message_idempotency_<n> has its message: both are written in one transaction, the row first.
@@ -20,15 +25,19 @@ DECLARE
     s stream := require_stream(p_stream);
 BEGIN
     EXECUTE format($text$
-        CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[])
-        RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean)
+        CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[],
+            p_deliver_at timestamptz[], p_delays float8[])
+        RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean, deliver_at timestamptz, delayed boolean, witness_1 bigint, witness_2 bigint)
         LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET jit = off AS $$
         #variable_conflict use_column
         DECLARE
-            now     timestamptz := clock_timestamp();
+            begun   timestamptz := clock_timestamp();
+            now     timestamptz;
             oldest  timestamptz;
-            -- By the place in the batch: the hashes of the key (NULL: no key), of the payload, the id that was drawn for it, and the
-            -- id and the payload's hash that are stored under the key.
+            -- By the place in the batch: when it is due (NULL: now), the hashes of the key (NULL: no key), of the payload, the id that was
+            -- drawn for it, and the id and the payload's hash that are stored under the key. Ids of delayed messages are negative here, and
+            -- in message_idempotency_<n>.
+            due     timestamptz[];
             hashes1 bigint[];
             hashes2 bigint[];
             sums    bigint[];
@@ -38,26 +47,29 @@ BEGIN
             wanted  bigint;
             made    bigint;
             rounds  int := 0;
+            marker  uuid;
         BEGIN
             LOCK TABLE ONLY %1$I.%3$I IN ROW EXCLUSIVE MODE;
-            SELECT now - s.idempotency_window INTO oldest FROM %1$I.stream AS s WHERE s.id = %5$s;
+            SELECT begun - s.idempotency_window INTO oldest FROM %1$I.stream AS s WHERE s.id = %5$s;
             SELECT array_agg(hashtextextended(u.k COLLATE "C", 0)), array_agg(hashtextextended(u.k COLLATE "C", 1)),
                    array_agg(CASE WHEN u.k IS NOT NULL THEN hashtextextended(%7$s COLLATE "C", 0) END)
                 INTO hashes1, hashes2, sums FROM unnest(p_idempotency_keys, p_payloads) AS u(k, payload);
+            due := ARRAY(SELECT CASE WHEN d.at > begun THEN d.at END
+                         FROM (SELECT coalesce(u.at, begun + make_interval(secs => u.delay)) AS at FROM unnest(p_deliver_at, p_delays) AS u(at, delay)) AS d);
             LOOP
                 SELECT array_agg(x.message_id), array_agg(x.payload_hash) INTO known, stored
                 FROM unnest(hashes1, hashes2) AS u(h1, h2)
                 LEFT JOIN LATERAL (SELECT i.message_id, i.payload_hash FROM %1$I.%4$I AS i
                                    WHERE i.hash_1 = u.h1 AND i.hash_2 = u.h2 AND i.sent_at > oldest LIMIT 1) AS x ON true;
                 -- Of each key that is not known the first, and in the first round all without a key.
-                SELECT array_agg(CASE WHEN n.takes THEN coalesce(n.id, nextval('%1$I.%8$I')) ELSE n.id END), count(n.h1) FILTER (WHERE n.known IS NULL)
+                SELECT array_agg(CASE WHEN n.takes THEN coalesce(n.id, CASE WHEN n.due IS NULL THEN nextval('%1$I.%8$I') ELSE -nextval('%1$I.%10$I') END) ELSE n.id END), count(n.h1) FILTER (WHERE n.known IS NULL)
                     INTO ids, wanted
-                FROM (SELECT u.id, u.h1, u.known, u.h1 IS NULL OR u.known IS NULL AND row_number() OVER (PARTITION BY u.h1, u.h2 ORDER BY u.n) = 1 AS takes
-                      FROM unnest(ids, hashes1, hashes2, known) WITH ORDINALITY AS u(id, h1, h2, known, n) ORDER BY u.n) AS n;
+                FROM (SELECT u.id, u.due, u.h1, u.known, u.h1 IS NULL OR u.known IS NULL AND row_number() OVER (PARTITION BY u.h1, u.h2 ORDER BY u.n) = 1 AS takes
+                      FROM unnest(ids, due, hashes1, hashes2, known) WITH ORDINALITY AS u(id, due, h1, h2, known, n) ORDER BY u.n) AS n;
                 EXIT WHEN wanted = 0;
                 -- One that has outlived the window makes place. One that was written meanwhile stays.
                 INSERT INTO %1$I.%4$I AS i (hash_1, hash_2, message_id, payload_hash, sent_at)
-                SELECT u.h1, u.h2, u.id, u.sum, now FROM unnest(hashes1, hashes2, ids, sums, known) AS u(h1, h2, id, sum, known)
+                SELECT u.h1, u.h2, u.id, u.sum, begun FROM unnest(hashes1, hashes2, ids, sums, known) AS u(h1, h2, id, sum, known)
                 WHERE u.h1 IS NOT NULL AND u.id IS NOT NULL AND u.known IS NULL ORDER BY u.h1, u.h2
                 ON CONFLICT (hash_1, hash_2) DO UPDATE SET message_id = EXCLUDED.message_id, payload_hash = EXCLUDED.payload_hash, sent_at = EXCLUDED.sent_at
                     WHERE i.sent_at <= oldest;
@@ -73,17 +85,32 @@ BEGIN
                 END IF;
             END LOOP;
 
+            IF cardinality(due) > 0 THEN
+                INSERT INTO %1$I.%9$I (deliver_at, id, key, routing_key, headers, sent_at, payload) OVERRIDING SYSTEM VALUE
+                SELECT u.due, -u.id, u.key, u.routing_key, u.headers::jsonb, begun, u.payload
+                FROM unnest(ids, hashes1, known, due, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, due, key, routing_key, headers, payload)
+                WHERE u.id < 0 AND (u.h1 IS NULL OR u.id = u.known);
+                IF EXISTS (SELECT FROM unnest(ids, hashes1) AS u(id, h1) WHERE u.id < 0 AND u.h1 IS NULL) THEN
+                    marker := gen_random_uuid();
+                    INSERT INTO %1$I.%4$I (hash_1, hash_2, message_id, payload_hash, sent_at)
+                    VALUES (hashtextextended(marker::text, 0), hashtextextended(marker::text, 1), 0, 0, begun);
+                END IF;
+            END IF;
             now := clock_timestamp();
             INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, payload) OVERRIDING SYSTEM VALUE
             SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.payload
             FROM unnest(ids, hashes1, known, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, key, routing_key, headers, payload)
-            WHERE u.id IS NOT NULL AND (u.h1 IS NULL OR u.id = u.known);
+            WHERE u.id > 0 AND (u.h1 IS NULL OR u.id = u.known);
             RETURN QUERY
-            SELECT coalesce(u.known, u.id), now, u.h1 IS NOT NULL AND u.id IS DISTINCT FROM u.known, coalesce(u.stored <> u.sum, false)
-            FROM unnest(ids, hashes1, known, stored, sums) AS u(id, h1, known, stored, sum);
+            SELECT abs(x.id), CASE WHEN x.id < 0 THEN begun ELSE now END, x.duplicate, x.differs, x.due, x.id < 0,
+                   CASE WHEN x.id < 0 THEN coalesce(x.h1, hashtextextended(marker::text, 0)) END, CASE WHEN x.id < 0 THEN coalesce(x.h2, hashtextextended(marker::text, 1)) END
+            FROM (SELECT coalesce(u.known, u.id) AS id, u.h1 IS NOT NULL AND u.id IS DISTINCT FROM u.known AS duplicate, coalesce(u.stored <> u.sum, false) AS differs,
+                         u.due, u.h1, u.h2
+                  FROM unnest(ids, hashes1, hashes2, known, stored, sums, due) AS u(id, h1, h2, known, stored, sum, due)) AS x;
         END $$
         $text$, current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
-        CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, 'message_log_' || p_stream || '_id_seq');
+        CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, 'message_log_' || p_stream || '_id_seq',
+        'message_delayed_' || p_stream, 'message_delayed_' || p_stream || '_id_seq');
 END $make$;
 
 -- Removes keys that have outlived the stream's window, the oldest first, at most p_limit. p_from bounds the look from below: where it

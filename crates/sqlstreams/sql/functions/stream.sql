@@ -120,6 +120,21 @@ BEGIN
         'message_idempotency_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (sent_at)', 'message_idempotency_sent_' || n, 'message_idempotency_' || n);
 
+    -- Messages that are not due yet. They get their place in the log when they are: see functions/delayed.sql.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             deliver_at  timestamptz NOT NULL,
+             id          bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME %I CACHE 1) UNIQUE,
+             key         text COLLATE "C" CHECK (octet_length(key) <= 1024),
+             routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
+             headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
+             sent_at     timestamptz NOT NULL,
+             payload     %s NOT NULL,
+             PRIMARY KEY (deliver_at, id)
+         ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'message_delayed_' || n, 'message_delayed_' || n || '_id_seq', p_payload_type);
+
     PERFORM make_stream_functions(n);
     PERFORM ensure_partitions(n);
     PERFORM alter_stream(n, p_notify);
@@ -157,7 +172,7 @@ DECLARE
 BEGIN
     -- In the order in which partitions are made, and in which consumers and producers lock.
     PERFORM FROM stream WHERE id = p_stream FOR UPDATE;
-    FOREACH name IN ARRAY ARRAY['consumer_group_cursor_', 'consumer_lease_', 'exception_queue_', 'consumer_done_', 'message_log_', 'message_idempotency_'] LOOP
+    FOREACH name IN ARRAY ARRAY['consumer_group_cursor_', 'consumer_lease_', 'exception_queue_', 'consumer_done_', 'message_log_', 'message_idempotency_', 'message_delayed_'] LOOP
         EXECUTE format('LOCK TABLE %I IN ACCESS EXCLUSIVE MODE', name || p_stream);
         tables := concat_ws(', ', tables, format('%I', name || p_stream));
     END LOOP;

@@ -16,7 +16,7 @@ CREATE TABLE stream (
     idempotency_window interval NOT NULL DEFAULT '24 hours' CHECK (idempotency_window BETWEEN '5 minutes' AND '365 days'),
     created_at     timestamptz NOT NULL DEFAULT now()
 );
-COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>.';
+COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>.';
 
 CREATE TABLE consumer_group (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

@@ -92,8 +92,9 @@ async fn write(
             let receipts = written.iter().map(|written| written.receipt).collect();
             // What others have stored says nothing about this transaction.
             let written = written.into_iter().filter(|w: &Written| !w.receipt.is_duplicate());
-            let written = written.collect();
-            Ok((Transaction { xid: row.get(0), pid: row.get(1), written }, receipts))
+            let (delayed, written) = written.partition(|w| w.receipt.delayed);
+            let transaction = Transaction { xid: row.get(0), pid: row.get(1), written, delayed };
+            Ok((transaction, receipts))
         }
         None => Err(Failure::Other(Error::new(ErrorKind::Database, "the transaction has no id"))),
     }

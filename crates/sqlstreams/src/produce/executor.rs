@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
 use tokio_postgres::types::{ToSql, Type};
@@ -10,7 +10,7 @@ use tokio_postgres::types::{ToSql, Type};
 use super::keys;
 use super::receipt::{Duplicate, Receipt};
 use crate::error::{Error, Result};
-use crate::message::Encoded;
+use crate::message::{Encoded, When};
 use crate::payload::Payload;
 use crate::queries::Query;
 use crate::stream::StreamInner;
@@ -38,6 +38,14 @@ pub struct Batch<'a> {
 pub(crate) struct Written {
     pub(crate) receipt: Receipt,
     pub(crate) produced_at: SystemTime,
+    pub(crate) delayed: Option<DelayedBy>,
+}
+
+/// Of a message that is delayed: for how long, and the row by which its transaction is told.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DelayedBy {
+    pub(crate) due_in: Duration,
+    pub(crate) witness: (i64, i64),
 }
 
 mod sealed {
@@ -85,24 +93,33 @@ impl Batch<'_> {
             params.push(&payloads);
             let rows = self.send(connection, &queries.insert, &params).await?;
             let stored = |row: &Row| Written {
-                receipt: Receipt { id: row.get(0), duplicate: None },
+                receipt: Receipt { id: row.get(0), delayed: false, duplicate: None },
                 produced_at: row.get(1),
+                delayed: None,
             };
             return Ok(rows.iter().map(stored).collect());
         }
         let idempotency_keys: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
-        params.extend([&idempotency_keys as &(dyn ToSql + Sync), &payloads]);
+        let deliver = |m: &Encoded| m.deliver;
+        let (deliver_at, delays) = times(self.messages, deliver);
+        let more: [&(dyn ToSql + Sync); 4] = [&idempotency_keys, &deliver_at, &delays, &payloads];
+        params.extend(more);
         let rows = self.send(connection, &queries.produce, &params).await?;
         let written = |row: &Row| Written {
             receipt: Receipt {
                 id: row.get(0),
+                delayed: row.get(4),
                 duplicate: row.get::<_, bool>(2).then(|| match row.get(3) {
                     false => Duplicate::SamePayload,
                     true => Duplicate::OtherPayload,
                 }),
             },
             produced_at: row.get(1),
+            delayed: row.get::<_, bool>(4).then(|| DelayedBy {
+                due_in: milliseconds(row.get(5)),
+                witness: (row.get(6), row.get(7)),
+            }),
         };
         Ok(rows.iter().map(written).collect())
     }
@@ -118,4 +135,24 @@ impl Batch<'_> {
         let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.iter().copied().zip(types).collect();
         connection.query_typed(&query.sql, &typed).await
     }
+}
+
+/// As columns, which are empty where no message has any: times, or seconds.
+fn times(
+    messages: &[Encoded],
+    of: impl Fn(&Encoded) -> Option<When>,
+) -> (Vec<Option<SystemTime>>, Vec<Option<f64>>) {
+    if messages.iter().all(|message| of(message).is_none()) {
+        return (Vec::new(), Vec::new());
+    }
+    let when = || messages.iter().map(&of);
+    (
+        when().map(|w| w.and_then(When::at)).collect(),
+        when().map(|w| w.and_then(When::after)).collect(),
+    )
+}
+
+/// A span that may be over already, or not there at all.
+fn milliseconds(number: Option<i64>) -> Duration {
+    Duration::from_millis(number.and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default())
 }

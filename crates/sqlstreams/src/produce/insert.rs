@@ -78,7 +78,7 @@ pub(crate) async fn insert_unchecked(
         };
         match result {
             Ok(receipts) => {
-                if let Some(last) = receipts.iter().rfind(|receipt| !receipt.is_duplicate()) {
+                if let Some(last) = receipts.iter().rfind(|r| !r.is_duplicate() && !r.delayed) {
                     partitions::look_after(stream, last.id);
                 }
                 keys::look_after(stream, messages);
@@ -198,6 +198,7 @@ mod tests {
             headers: None,
             payload: Payload(vec![b'x'; bytes]),
             idempotency_key: None,
+            deliver: None,
         }
     }
 

@@ -31,7 +31,7 @@ struct Upkeep {
 
 /// Messages were sent. Looks beside the work; failures are logged, the next look makes up for them.
 pub(super) fn look_after(stream: &Arc<StreamInner>, messages: &[Encoded]) {
-    if messages.iter().all(|message| message.idempotency_key.is_none()) {
+    if !messages.iter().any(Encoded::leaves_key) {
         return;
     }
     let Some(from) = stream.keys.due() else { return };

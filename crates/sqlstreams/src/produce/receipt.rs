@@ -4,8 +4,11 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Receipt {
-    /// Its id in the stream; for a duplicate, that of the message that was there before.
+    /// Its id in the stream; for a duplicate, that of the message that was there before. A delayed message's is of another
+    /// kind: by it the message can be [cancelled](crate::Stream::cancel_delayed) until it gets its id in the stream.
     pub id: i64,
+    /// Whether it was put off, so that it is not in the stream yet.
+    pub delayed: bool,
     /// Whether a message with the same idempotency key was there before, so that this one was not stored. `None` for
     /// whatever was sent without a key.
     pub duplicate: Option<Duplicate>,

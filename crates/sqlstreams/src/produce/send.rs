@@ -2,6 +2,7 @@
 
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
+use std::time::{Duration, SystemTime};
 
 use super::executor::{Batch, Executor};
 use super::producer::Producer;
@@ -43,6 +44,18 @@ macro_rules! metadata {
         /// Headers.
         pub fn headers(mut self, headers: Headers) -> Self {
             self.message = self.message.headers(headers);
+            self
+        }
+
+        /// Keeps the message back for so long. See [`Outgoing::delay`].
+        pub fn delay(mut self, delay: Duration) -> Self {
+            self.message = self.message.delay(delay);
+            self
+        }
+
+        /// Keeps the message back until then, by the database's clock. See [`Outgoing::deliver_at`].
+        pub fn deliver_at(mut self, at: SystemTime) -> Self {
+            self.message = self.message.deliver_at(at);
             self
         }
 

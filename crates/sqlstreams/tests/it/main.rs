@@ -10,6 +10,7 @@ mod connections;
 mod consume;
 mod crash;
 mod defaults;
+mod delayed;
 mod delivery;
 mod dropped;
 mod economics;

@@ -2,7 +2,7 @@
 //! "before".
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use sqlstreams::{
     Bytes, CancellationToken, Duplicate, ErrorKind, Outgoing, Producer, Receipt, Stream,
@@ -22,6 +22,8 @@ const LINGER: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) stored: u64,
+    /// Lines that were put off.
+    pub(super) delayed: u64,
     /// Lines whose idempotency key was sent before, and those of them whose payload differs.
     pub(super) duplicates: u64,
     pub(super) conflicts: u64,
@@ -40,6 +42,7 @@ impl Default for Sent {
     fn default() -> Self {
         Self {
             stored: 0,
+            delayed: 0,
             duplicates: 0,
             conflicts: 0,
             skipped: 0,
@@ -51,11 +54,18 @@ impl Default for Sent {
     }
 }
 
+/// How to send.
+pub(super) struct Options {
+    pub(super) delay: Option<Duration>,
+    pub(super) deliver_at: Option<SystemTime>,
+    pub(super) skip_invalid: bool,
+    pub(super) json: bool,
+}
+
 pub(super) struct Sender<'a> {
     producer: Producer<Vec<u8>, Bytes>,
     progress: &'a Progress,
-    skip_invalid: bool,
-    json: bool,
+    options: Options,
     /// Lines that were read and not sent, and what they weigh.
     waiting: VecDeque<Line>,
     waiting_bytes: usize,
@@ -67,14 +77,12 @@ impl<'a> Sender<'a> {
     pub(super) fn new(
         stream: &Stream<Vec<u8>, Bytes>,
         progress: &'a Progress,
-        skip_invalid: bool,
-        json: bool,
+        options: Options,
     ) -> Self {
         Self {
             producer: stream.producer(),
             progress,
-            skip_invalid,
-            json,
+            options,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             read_bytes: 0,
@@ -153,14 +161,18 @@ impl<'a> Sender<'a> {
     async fn send_batch(&mut self, mut batch: Vec<Line>) -> anyhow::Result<()> {
         let last = batch.last().map_or(self.sent.next_line, |line| line.number);
         if let Some(line) = batch.iter().find(|line| line.invalid.is_some())
-            && !self.skip_invalid
+            && !self.options.skip_invalid
         {
             let reason = line.invalid.clone().unwrap_or_default();
             return Err(refused(line.number, &reason).into());
         }
         self.skip(&mut batch);
-        let receipts = match self.producer.send_all(batch.iter().map(outgoing)).await {
-            Err(error) if is_refusal(error.kind()) => match self.skip_invalid {
+        let receipts = match self
+            .producer
+            .send_all(batch.iter().map(|line| self.options.outgoing(line)))
+            .await
+        {
+            Err(error) if is_refusal(error.kind()) => match self.options.skip_invalid {
                 true => self.send_valid(&mut batch).await?,
                 false => return Err(self.name_line(error, &batch).into()),
             },
@@ -176,24 +188,31 @@ impl<'a> Sender<'a> {
 
     /// Sends a batch that was refused without its invalid lines.
     async fn send_valid(&mut self, batch: &mut Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
-        for invalid in self.producer.find_invalid(batch.iter().map(outgoing)).await? {
+        for invalid in
+            self.producer.find_invalid(batch.iter().map(|line| self.options.outgoing(line))).await?
+        {
             batch[invalid.place].invalid = Some(invalid.reason);
         }
         self.skip(batch);
-        Ok(self.producer.send_all(batch.iter().map(outgoing)).await?)
+        Ok(self.producer.send_all(batch.iter().map(|line| self.options.outgoing(line))).await?)
     }
 
     fn count(&mut self, line: &Line, receipt: Receipt) {
         let Some(duplicate) = receipt.duplicate else {
-            self.sent.ids = Some((self.sent.ids.map_or(receipt.id, |ids| ids.0), receipt.id));
-            self.sent.stored += 1;
+            if receipt.delayed {
+                self.sent.delayed += 1;
+            } else {
+                let first = self.sent.ids.map_or(receipt.id, |ids| ids.0);
+                self.sent.ids = Some((first, receipt.id));
+                self.sent.stored += 1;
+            }
             return;
         };
         self.sent.duplicates += 1;
         if duplicate == Duplicate::OtherPayload {
             self.sent.conflicts += 1;
             let (number, id) = (line.number, receipt.id);
-            if self.json {
+            if self.options.json {
                 let conflict = serde_json::json!({"line": number, "id": id});
                 self.progress.say(&serde_json::json!({ "conflict": conflict }).to_string());
             } else {
@@ -209,7 +228,7 @@ impl<'a> Sender<'a> {
         batch.retain(|line| {
             let Some(reason) = &line.invalid else { return true };
             let reason = printable(reason, 300);
-            if self.json {
+            if self.options.json {
                 let skipped = serde_json::json!({"line": line.number, "reason": reason});
                 self.progress.say(&serde_json::json!({ "skipped": skipped }).to_string());
             } else {
@@ -235,15 +254,23 @@ impl<'a> Sender<'a> {
     }
 }
 
-fn outgoing(line: &Line) -> Outgoing<'_, Vec<u8>> {
-    let mut message = Outgoing::new(&line.payload);
-    if let Some(key) = &line.key {
-        message = message.key(key);
+impl Options {
+    fn outgoing<'l>(&self, line: &'l Line) -> Outgoing<'l, Vec<u8>> {
+        let mut message = Outgoing::new(&line.payload);
+        if let Some(key) = &line.key {
+            message = message.key(key);
+        }
+        if let Some(key) = &line.idempotency_key {
+            message = message.idempotency_key(key);
+        }
+        if let Some(delay) = self.delay {
+            message = message.delay(delay);
+        }
+        if let Some(at) = self.deliver_at {
+            message = message.deliver_at(at);
+        }
+        message
     }
-    if let Some(key) = &line.idempotency_key {
-        message = message.idempotency_key(key);
-    }
-    message
 }
 
 /// Whether the error is about a message, not about the database.
