@@ -19,6 +19,8 @@ pub struct Delayed<T> {
     pub deliver_at: SystemTime,
     /// When it was sent, by the database's clock.
     pub sent_at: SystemTime,
+    /// From when on nobody gets it any more.
+    pub expires_at: Option<SystemTime>,
     /// What it is about.
     pub key: Option<String>,
     /// What groups select it by.
@@ -84,6 +86,7 @@ impl<T> Delayed<T> {
             headers: row.get(5),
             produced_at: row.get(2),
             payload: row.get::<_, Payload>(6).0,
+            expires: None,
         };
         let id = raw.id;
         let message = raw.decode::<T, C>().map_err(|reason| {
@@ -93,6 +96,7 @@ impl<T> Delayed<T> {
             id,
             deliver_at: row.get(1),
             sent_at: message.produced_at,
+            expires_at: row.get(7),
             key: message.key,
             routing_key: message.routing_key,
             headers: message.headers,

@@ -1,6 +1,6 @@
 //! Messages as they come out of a stream and as they go in.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value};
 
@@ -60,6 +60,7 @@ pub(crate) struct Meta {
     pub(crate) headers: Option<Headers>,
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
+    pub(crate) expires: Option<When>,
 }
 
 /// A point of time, by the database's clock.
@@ -117,6 +118,20 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
+    /// After so long nobody gets the message any more, by the database's clock; counted from when it is
+    /// [due](Self::delay). A handler that has it by then keeps it. Consumers count what expired
+    /// ([`Consumed::expired`](crate::Consumed::expired)).
+    pub fn expires_in(mut self, time: Duration) -> Self {
+        self.meta.expires = Some(When::After(time));
+        self
+    }
+
+    /// From then on nobody gets the message any more, as with [`expires_in`](Self::expires_in).
+    pub fn expires_at(mut self, at: SystemTime) -> Self {
+        self.meta.expires = Some(When::At(at));
+        self
+    }
+
     pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
@@ -131,6 +146,7 @@ pub(crate) struct Encoded {
     pub(crate) payload: Payload,
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
+    pub(crate) expires: Option<When>,
 }
 
 impl When {
@@ -194,12 +210,13 @@ impl Encoded {
             payload: Payload(payload),
             idempotency_key: meta.idempotency_key,
             deliver: meta.deliver.map(|when| when.check("time of delivery")).transpose()?,
+            expires: meta.expires.map(|when| when.check("time to expire")).transpose()?,
         })
     }
 
     /// Whether a plain INSERT can say all of it.
     pub(crate) fn is_plain(&self) -> bool {
-        self.idempotency_key.is_none() && self.deliver.is_none()
+        self.idempotency_key.is_none() && self.deliver.is_none() && self.expires.is_none()
     }
 
     /// Whether it leaves a row behind that goes with the stream's window.
@@ -224,9 +241,15 @@ pub(crate) struct RawMessage {
     pub(crate) headers: Option<String>,
     pub(crate) produced_at: SystemTime,
     pub(crate) payload: Vec<u8>,
+    /// When it expires, by the local clock: not later than by the server's.
+    pub(crate) expires: Option<Instant>,
 }
 
 impl RawMessage {
+    pub(crate) fn has_expired(&self) -> bool {
+        self.expires.is_some_and(|at| at <= Instant::now())
+    }
+
     /// The message, or why it cannot be decoded.
     pub(crate) fn decode<T, C: Codec<T>>(self) -> Result<Message<T>, String> {
         let headers = match self.headers.as_deref().map(serde_json::from_str::<Headers>) {

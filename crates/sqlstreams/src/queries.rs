@@ -92,7 +92,7 @@ queries! {
     StreamQueries {
         // The payloads' type is added by hand where these two are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
-        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY],
+        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],

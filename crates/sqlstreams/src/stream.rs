@@ -394,6 +394,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
                     headers: row.get(3),
                     produced_at: row.get(4),
                     payload: row.get::<_, Payload>(5).0,
+                    expires: None,
                 };
                 let id = raw.id;
                 raw.decode::<T, C>().map_err(|reason| {

@@ -106,7 +106,15 @@ fn delayed_lines_wait_and_can_be_taken_back() {
     assert!(bench.ok(&["delayed", "list", "orders", "--limit", "1"]).contains("PAYLOAD"));
     bench.run_with(&["produce", "orders", "--delay", "0s"], b"5\n").assert_ok();
     assert_eq!(bench.ok(&["consume", "orders", "-g", "g", "--until-caught-up"]), "5\n");
-    for (flag, value) in [("--delay", "soon"), ("--delay", "15"), ("--deliver-at", "noon")] {
+    let ran = bench.run_with(&["produce", "orders", "--expires-in", "1ms"], b"6\n").assert_ok();
+    assert!(ran.stderr.contains("1 line stored"), "{}", ran.stderr);
+    bench.run_with(&["produce", "orders", "--expires-at", "2999-01-01"], b"7\n").assert_ok();
+    let ran = bench.run(&["consume", "orders", "-g", "g", "--until-caught-up"]).assert_ok();
+    assert_eq!(ran.text(), "7\n");
+    assert!(ran.stderr.contains("1 handled, 1 expired, in"), "{}", ran.stderr);
+    for (flag, value) in
+        [("--delay", "soon"), ("--delay", "15"), ("--deliver-at", "noon"), ("--expires-in", "0s")]
+    {
         bench.run(&["produce", "orders", flag, value]).assert_error(2, &[value]);
     }
 }

@@ -40,9 +40,9 @@ BEGIN
     EXECUTE format(
         'WITH gone AS (DELETE FROM %1$I WHERE ctid = ANY (ARRAY(SELECT ctid FROM %1$I WHERE (deliver_at, id) > ($1, $2) AND deliver_at <= $3
                                                                ORDER BY deliver_at, id LIMIT $4 FOR UPDATE SKIP LOCKED))
-                       RETURNING deliver_at, id, key, routing_key, headers, payload),
-              moved AS (INSERT INTO %2$I (key, routing_key, headers, payload)
-                        SELECT key, routing_key, headers, payload FROM gone ORDER BY deliver_at, id)
+                       RETURNING deliver_at, id, key, routing_key, headers, expires_at, payload),
+              moved AS (INSERT INTO %2$I (key, routing_key, headers, expires_at, payload)
+                        SELECT key, routing_key, headers, expires_at, payload FROM gone ORDER BY deliver_at, id)
          SELECT deliver_at, id, count(*) OVER () FROM gone ORDER BY deliver_at DESC, id DESC LIMIT 1', 'message_delayed_' || p_stream, 'message_log_' || p_stream)
         INTO upto, upto_id, moved USING p_from, p_from_id, looked_at, p_limit;
     moved := coalesce(moved, 0);

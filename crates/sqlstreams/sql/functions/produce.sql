@@ -1,8 +1,8 @@
--- Producing messages that carry more than an INSERT can say: idempotency keys, delays. What carries none is a plain INSERT
+-- Producing messages that carry more than an INSERT can say: idempotency keys, delays, times to expire. What carries none is a plain INSERT
 -- into message_log_<n>, and costs nothing of this.
 
 -- Makes produce_<n>, which is called for each such batch and so keeps its plans (see generated.sql). It takes the columns of the batch as arrays of one
--- length (or empty: all NULL; delays are seconds) and returns one row per message, in order: its id, when it was written, whether it is
+-- length (or empty: all NULL; delays are seconds, and what expires in so many seconds does so counted from when it is due) and returns one row per message, in order: its id, when it was written, whether it is
 -- a duplicate, and then whether its payload differs from the one that is stored; whether it is delayed, so that the id is one of
 -- message_delayed_<n>, and until when.
 --
@@ -26,7 +26,7 @@ DECLARE
 BEGIN
     EXECUTE format($text$
         CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[],
-            p_deliver_at timestamptz[], p_delays float8[])
+            p_deliver_at timestamptz[], p_delays float8[], p_expires_at timestamptz[], p_expires_in float8[])
         RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean, deliver_at timestamptz, delayed boolean, witness_1 bigint, witness_2 bigint)
         LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET jit = off AS $$
         #variable_conflict use_column
@@ -38,6 +38,7 @@ BEGIN
             -- drawn for it, and the id and the payload's hash that are stored under the key. Ids of delayed messages are negative here, and
             -- in message_idempotency_<n>.
             due     timestamptz[];
+            expires timestamptz[];
             hashes1 bigint[];
             hashes2 bigint[];
             sums    bigint[];
@@ -56,6 +57,7 @@ BEGIN
                 INTO hashes1, hashes2, sums FROM unnest(p_idempotency_keys, p_payloads) AS u(k, payload);
             due := ARRAY(SELECT CASE WHEN d.at > begun THEN d.at END
                          FROM (SELECT coalesce(u.at, begun + make_interval(secs => u.delay)) AS at FROM unnest(p_deliver_at, p_delays) AS u(at, delay)) AS d);
+            expires := ARRAY(SELECT coalesce(u.at, coalesce(u.due, begun) + make_interval(secs => u.after)) FROM unnest(p_expires_at, p_expires_in, due) AS u(at, after, due));
             LOOP
                 SELECT array_agg(x.message_id), array_agg(x.payload_hash) INTO known, stored
                 FROM unnest(hashes1, hashes2) AS u(h1, h2)
@@ -86,9 +88,9 @@ BEGIN
             END LOOP;
 
             IF cardinality(due) > 0 THEN
-                INSERT INTO %1$I.%9$I (deliver_at, id, key, routing_key, headers, sent_at, payload) OVERRIDING SYSTEM VALUE
-                SELECT u.due, -u.id, u.key, u.routing_key, u.headers::jsonb, begun, u.payload
-                FROM unnest(ids, hashes1, known, due, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, due, key, routing_key, headers, payload)
+                INSERT INTO %1$I.%9$I (deliver_at, id, key, routing_key, headers, sent_at, expires_at, payload) OVERRIDING SYSTEM VALUE
+                SELECT u.due, -u.id, u.key, u.routing_key, u.headers::jsonb, begun, u.expires, u.payload
+                FROM unnest(ids, hashes1, known, due, expires, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, due, expires, key, routing_key, headers, payload)
                 WHERE u.id < 0 AND (u.h1 IS NULL OR u.id = u.known);
                 IF EXISTS (SELECT FROM unnest(ids, hashes1) AS u(id, h1) WHERE u.id < 0 AND u.h1 IS NULL) THEN
                     marker := gen_random_uuid();
@@ -97,9 +99,9 @@ BEGIN
                 END IF;
             END IF;
             now := clock_timestamp();
-            INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, payload) OVERRIDING SYSTEM VALUE
-            SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.payload
-            FROM unnest(ids, hashes1, known, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, key, routing_key, headers, payload)
+            INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, expires_at, payload) OVERRIDING SYSTEM VALUE
+            SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.expires, u.payload
+            FROM unnest(ids, hashes1, known, expires, p_keys, p_routing_keys, p_headers, p_payloads) AS u(id, h1, known, expires, key, routing_key, headers, payload)
             WHERE u.id > 0 AND (u.h1 IS NULL OR u.id = u.known);
             RETURN QUERY
             SELECT abs(x.id), CASE WHEN x.id < 0 THEN begun ELSE now END, x.duplicate, x.differs, x.due, x.id < 0,
@@ -112,6 +114,33 @@ BEGIN
         CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, format('%I.%I', current_schema(), 'message_log_' || p_stream || '_id_seq'),
         'message_delayed_' || p_stream, format('%I.%I', current_schema(), 'message_delayed_' || p_stream || '_id_seq'));
 END $make$;
+
+-- Sends one message, for people and programs that speak SQL: the payload in its text form, whatever the stream stores. Returns the message's id, whether
+-- it is delayed, so that the id is one for cancel_delayed, whether a message with its idempotency key was there before, and then whether that has another payload.
+CREATE OR REPLACE FUNCTION produce(p_stream text, p_payload text, p_key text DEFAULT NULL, p_routing_key text DEFAULT NULL, p_headers jsonb DEFAULT NULL,
+    p_idempotency_key text DEFAULT NULL, p_delay interval DEFAULT NULL, p_deliver_at timestamptz DEFAULT NULL,
+    p_expires_in interval DEFAULT NULL, p_expires_at timestamptz DEFAULT NULL)
+RETURNS TABLE (id bigint, delayed boolean, duplicate boolean, differs boolean)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+DECLARE
+    s stream;
+BEGIN
+    SELECT * INTO s FROM stream WHERE name = p_stream;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'there is no stream %', quote_ident(p_stream)
+            USING ERRCODE = 'SQ001', HINT = 'Table stream lists those that exist.';
+    END IF;
+    IF p_idempotency_key = '' OR octet_length(p_idempotency_key) > 1024 THEN
+        RAISE EXCEPTION 'an idempotency key takes 1 to 1024 bytes, this one has %', octet_length(p_idempotency_key)
+            USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
+    END IF;
+    -- Where both are given, the time counts.
+    RETURN QUERY EXECUTE format(
+        'SELECT p.id, p.delayed, p.duplicate, p.differs FROM %I(ARRAY[$1], ARRAY[$2], ARRAY[$3], ARRAY[$4::%s], ARRAY[$5], ARRAY[$6], ARRAY[$7], ARRAY[$8], ARRAY[$9]) AS p',
+        'produce_' || s.id, s.payload_type)
+        USING p_key, p_routing_key, p_headers::text, p_payload, p_idempotency_key,
+              p_deliver_at, extract(epoch FROM p_delay)::float8, p_expires_at, extract(epoch FROM p_expires_in)::float8;
+END $$;
 
 -- Removes keys that have outlived the stream's window, the oldest first, at most p_limit. p_from bounds the look from below: where it
 -- ended the last time, so that rows which are dead and cannot be removed yet are not read again and again. Returns how many were removed, and

@@ -1,6 +1,6 @@
 -- The steps of advance one by one, for clients that do not need them in one call.
 
--- Claims up to p_limit messages and returns them, all under the same lease.
+-- Claims up to p_limit messages and returns them, all under the same lease. Those that have expired are left out.
 CREATE OR REPLACE FUNCTION claim(p_stream bigint, p_group bigint, p_limit bigint, p_type anyelement)
 RETURNS TABLE (seq bigint, token uuid, id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
@@ -11,7 +11,7 @@ BEGIN
     SELECT * INTO a FROM advance(p_stream, p_group, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', p_limit) AS a;
     RETURN QUERY
         SELECT a.seq, a.token, f.id, f.key, f.routing_key, f.headers, f.produced_at, f.payload
-        FROM "fetch"(p_stream, p_group, a.token, 0, p_limit, 9223372036854775807, p_type) AS f;
+        FROM "fetch"(p_stream, p_group, a.token, 0, p_limit, 9223372036854775807, p_type) AS f WHERE f.remaining IS NULL OR f.remaining > '0';
 END $$;
 
 -- Takes finished ids out of a lease. False: the lease was lost, nothing is recorded.

@@ -33,6 +33,8 @@ BEGIN
              routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
              headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
              produced_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+             -- from then on nobody gets it
+             expires_at  timestamptz,
              payload     %s NOT NULL
          ) PARTITION BY RANGE (id)',
         'message_log_' || n, 'message_log_' || n || '_id_seq', p_payload_type);
@@ -129,6 +131,7 @@ BEGIN
              routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
              headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
              sent_at     timestamptz NOT NULL,
+             expires_at  timestamptz,
              payload     %s NOT NULL,
              PRIMARY KEY (deliver_at, id)
          ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,

@@ -131,8 +131,19 @@ impl<T: Send + 'static> Run<T> {
         let mut deliveries = Vec::with_capacity(jobs.len());
         // They may come from several leases; a batch goes on as long as one of them does.
         let over = jobs.first().map(|job| job.term.over().clone()).unwrap_or_default();
+        // Before it is told whether messages have expired: it may take a while.
+        let open = match open {
+            None if self.transactional && jobs.iter().any(|job| !job.message.has_expired()) => {
+                self.begin(&over).await
+            }
+            open => Ok(open),
+        };
         for Job { source, message, history, term } in jobs {
             let id = message.id;
+            if message.has_expired() {
+                finished.push(Finished { source, id, verdict: Verdict::expired() });
+                continue;
+            }
             match decode::<T, C>(message) {
                 Ok(message) => {
                     let context = Context::new(
@@ -150,7 +161,7 @@ impl<T: Send + 'static> Run<T> {
             }
         }
         if running.is_empty() {
-            return (finished, open);
+            return (finished, open.unwrap_or_default());
         }
         let (verdicts, open) = match self.transactional {
             false => {
@@ -158,10 +169,6 @@ impl<T: Send + 'static> Run<T> {
                 (outcomes.into_iter().map(Verdict::from).collect(), None)
             }
             true => {
-                let open = match open {
-                    Some(open) => Ok(Some(open)),
-                    None => self.begin(&over).await,
-                };
                 self.call_in_transaction(deliveries, &running, deadline, &over, open, more).await
             }
         };

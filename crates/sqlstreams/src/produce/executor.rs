@@ -101,9 +101,10 @@ impl Batch<'_> {
         }
         let idempotency_keys: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
-        let deliver = |m: &Encoded| m.deliver;
-        let (deliver_at, delays) = times(self.messages, deliver);
-        let more: [&(dyn ToSql + Sync); 4] = [&idempotency_keys, &deliver_at, &delays, &payloads];
+        let (deliver_at, delays) = times(self.messages, |m| m.deliver);
+        let (expires_at, expires_in) = times(self.messages, |m| m.expires);
+        let more: [&(dyn ToSql + Sync); 6] =
+            [&idempotency_keys, &deliver_at, &delays, &expires_at, &expires_in, &payloads];
         params.extend(more);
         let rows = self.send(connection, &queries.produce, &params).await?;
         let written = |row: &Row| Written {

@@ -199,6 +199,7 @@ mod tests {
             payload: Payload(vec![b'x'; bytes]),
             idempotency_key: None,
             deliver: None,
+            expires: None,
         }
     }
 

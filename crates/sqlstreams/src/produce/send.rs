@@ -59,6 +59,18 @@ macro_rules! metadata {
             self
         }
 
+        /// After so long nobody gets the message any more. See [`Outgoing::expires_in`].
+        pub fn expires_in(mut self, time: Duration) -> Self {
+            self.message = self.message.expires_in(time);
+            self
+        }
+
+        /// From then on nobody gets the message any more. See [`Outgoing::expires_at`].
+        pub fn expires_at(mut self, at: SystemTime) -> Self {
+            self.message = self.message.expires_at(at);
+            self
+        }
+
         /// What the message is known by: the stream stores it once. See [`Outgoing::idempotency_key`].
         pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
             self.message = self.message.idempotency_key(key);

@@ -16,6 +16,7 @@ mod dropped;
 mod economics;
 mod exactly_once;
 mod exceptions;
+mod expiry;
 mod fence;
 mod fence_restart;
 mod flow;

@@ -63,6 +63,7 @@ fn to_json(message: &Delayed<Vec<u8>>, payload_type: PayloadType) -> Value {
         "id": message.id,
         "deliver_at": time(message.deliver_at),
         "sent_at": time(message.sent_at),
+        "expires_at": message.expires_at.map(time),
         "key": message.key,
         "routing_key": message.routing_key,
         "headers": message.headers,

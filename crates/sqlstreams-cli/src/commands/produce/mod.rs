@@ -39,6 +39,8 @@ With --idempotency-key-field a line whose key was sent before, within the stream
 again and again until all of it is stored. A duplicate with another payload is told on stderr.
 With --delay or --deliver-at the messages wait (`delayed list`) and get their ids when they are due,
 by the database's clock.
+With --expires-in, counted from when they are due, or --expires-at, consumers pass over the messages
+after that, and count them as expired.
 After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
 
 Examples:
@@ -73,6 +75,13 @@ pub(crate) struct ProduceArgs {
     /// Keep the messages back until this time: 2026-03-01T12:00:00Z
     #[arg(long, value_name = "TIME", value_parser = values::time)]
     deliver_at: Option<SystemTime>,
+    /// After so long nobody gets the messages any more
+    #[arg(long, value_name = "DURATION", conflicts_with = "expires_at",
+          value_parser = values::duration)]
+    expires_in: Option<Duration>,
+    /// From this time on nobody gets the messages any more
+    #[arg(long, value_name = "TIME", value_parser = values::time)]
+    expires_at: Option<SystemTime>,
     /// Report lines that cannot be stored on stderr and go on
     #[arg(long)]
     skip_invalid: bool,
@@ -101,6 +110,8 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
     let options = Options {
         delay: args.delay,
         deliver_at: args.deliver_at,
+        expires_in: args.expires_in,
+        expires_at: args.expires_at,
         skip_invalid: args.skip_invalid,
         json: context.json(),
     };

@@ -58,6 +58,8 @@ impl Default for Sent {
 pub(super) struct Options {
     pub(super) delay: Option<Duration>,
     pub(super) deliver_at: Option<SystemTime>,
+    pub(super) expires_in: Option<Duration>,
+    pub(super) expires_at: Option<SystemTime>,
     pub(super) skip_invalid: bool,
     pub(super) json: bool,
 }
@@ -268,6 +270,12 @@ impl Options {
         }
         if let Some(at) = self.deliver_at {
             message = message.deliver_at(at);
+        }
+        if let Some(time) = self.expires_in {
+            message = message.expires_in(time);
+        }
+        if let Some(at) = self.expires_at {
+            message = message.expires_at(at);
         }
         message
     }
