@@ -95,7 +95,7 @@ pub(crate) enum Command {
     /// List and cancel messages that are not due yet
     #[command(subcommand)]
     Delayed(delayed::DelayedCommand),
-    /// Measure latency, transactional handlers and keys; kill and freeze consumers and count what got lost
+    /// Measure latency, transactional handlers, keys and delays; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
 }

@@ -47,6 +47,8 @@ pub enum ErrorKind {
     InvalidMessage,
     /// A payload above [`MAX_PAYLOAD_BYTES`](crate::MAX_PAYLOAD_BYTES).
     TooLarge,
+    /// The stream has had as many messages as there are ids, 2^63: it takes no more.
+    IdsUsedUp,
     /// The caller's transaction is not READ COMMITTED.
     WrongIsolation,
     /// The producer or consumer was closed.
@@ -75,6 +77,7 @@ impl ErrorKind {
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
             Self::TooLarge => "too_large",
+            Self::IdsUsedUp => "ids_used_up",
             Self::WrongIsolation => "wrong_isolation",
             Self::Closed => "closed",
             Self::Database => "database",
@@ -237,6 +240,8 @@ impl Error {
             "SQ004" => ErrorKind::InvalidArgument,
             "SQ005" => ErrorKind::StreamExists,
             "SQ006" => ErrorKind::GroupExists,
+            // 2200H: the sequence says so itself.
+            "SQ013" | "2200H" => ErrorKind::IdsUsedUp,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

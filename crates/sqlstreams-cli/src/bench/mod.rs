@@ -4,6 +4,7 @@
 //! which `--json` prints as they are.
 
 mod chaos;
+mod delay;
 mod keys;
 mod latency;
 mod place;
@@ -24,6 +25,8 @@ pub(crate) enum BenchCommand {
     Transactional(transactional::TransactionalArgs),
     /// What idempotency keys cost
     Keys(keys::KeysArgs),
+    /// What delayed messages cost, and how late they come
+    Delay(delay::DelayArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -36,6 +39,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Keys(args) => keys::run(args, context).await,
+        BenchCommand::Delay(args) => delay::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }
