@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, down, group, migrate, produce, stream, up};
+use crate::commands::{consume, dead, delayed, down, group, migrate, produce, stream, up};
 use crate::demo::DemoArgs;
 
 const AFTER_HELP: &str = "\
@@ -92,7 +92,10 @@ pub(crate) enum Command {
     /// List, show, redrive and discard dead letters
     #[command(subcommand)]
     Dead(dead::DeadCommand),
-    /// Measure latency, transactional handlers and routing; kill and freeze consumers and count what got lost
+    /// List and cancel messages that are not due yet
+    #[command(subcommand)]
+    Delayed(delayed::DelayedCommand),
+    /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
 }

@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::fmt;
 use std::io::{self, Write};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, presets};
 use jiff::Timestamp;
@@ -82,6 +82,14 @@ pub(crate) fn printable(text: &str, most: usize) -> String {
 /// A switch, as it is written in options.
 pub(crate) fn on_or_off(switch: bool) -> String {
     if switch { "on" } else { "off" }.to_owned()
+}
+
+/// `24h`, as options take it.
+pub(crate) fn span(duration: Duration) -> String {
+    match jiff::SignedDuration::try_from(duration) {
+        Ok(duration) => format!("{duration:#}"),
+        Err(_) => format!("{}s", duration.as_secs()),
+    }
 }
 
 /// A point in time as people and programs read it.

@@ -49,13 +49,8 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
             _ => Err("ids begin at 1".to_owned()),
         };
     }
-    if let Ok(at) = text.parse::<Timestamp>() {
-        return instant(at);
-    }
-    if let Ok(at) = text.parse::<DateTime>()
-        && let Ok(at) = TimeZone::UTC.to_timestamp(at)
-    {
-        return instant(at);
+    if let Some(at) = instant(text) {
+        return at.map(Start::Time);
     }
     if let Some(ago) = text.strip_suffix("ago")
         && let Ok(ago) = duration(ago)
@@ -68,8 +63,18 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
         .to_owned())
 }
 
-fn instant(at: Timestamp) -> Result<Start, String> {
-    SystemTime::try_from(at).map(Start::Time).map_err(|_| "that is beyond the calendar".to_owned())
+/// `2026-03-01T12:00:00Z`; without a zone it is UTC.
+pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
+    instant(text.trim()).unwrap_or_else(|| Err("write a time: 2026-03-01T12:00:00Z".to_owned()))
+}
+
+/// Nothing where it is no time.
+fn instant(text: &str) -> Option<Result<SystemTime, String>> {
+    let at = match text.parse::<Timestamp>() {
+        Ok(at) => at,
+        Err(_) => TimeZone::UTC.to_timestamp(text.parse::<DateTime>().ok()?).ok()?,
+    };
+    Some(SystemTime::try_from(at).map_err(|_| "that is beyond the calendar".to_owned()))
 }
 
 /// A pattern over routing keys, or JSON with `pattern`, `headers` or both.

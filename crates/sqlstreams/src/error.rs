@@ -53,6 +53,8 @@ pub enum ErrorKind {
     TooLarge,
     /// A binding of a group that makes no sense: a malformed pattern, too many words, no conditions at all.
     InvalidBinding,
+    /// The stream has had as many messages as there are ids, 2^63: it takes no more.
+    IdsUsedUp,
     /// The caller's transaction is not READ COMMITTED.
     WrongIsolation,
     /// The producer or consumer was closed.
@@ -84,6 +86,7 @@ impl ErrorKind {
             Self::InvalidMessage => "invalid_message",
             Self::TooLarge => "too_large",
             Self::InvalidBinding => "invalid_binding",
+            Self::IdsUsedUp => "ids_used_up",
             Self::WrongIsolation => "wrong_isolation",
             Self::Closed => "closed",
             Self::Database => "database",
@@ -209,6 +212,15 @@ impl Error {
             || self.sql_state().is_some_and(|state| state == "53200" || state == "XX000")
     }
 
+    /// Whether a row found no partition of the log: a check violation without a constraint. (The text may be in any language.)
+    pub(crate) fn is_out_of_partitions(&self) -> bool {
+        let source = self.0.source.as_ref();
+        let driver = source.and_then(|source| source.downcast_ref::<tokio_postgres::Error>());
+        driver
+            .and_then(tokio_postgres::Error::as_db_error)
+            .is_some_and(|db| *db.code() == SqlState::CHECK_VIOLATION && db.constraint().is_none())
+    }
+
     /// The SQLSTATE, when the error came from PostgreSQL.
     pub fn sql_state(&self) -> Option<&str> {
         let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;
@@ -238,7 +250,9 @@ impl Error {
             "SQ005" => ErrorKind::StreamExists,
             "SQ006" => ErrorKind::GroupExists,
             "SQ012" => ErrorKind::WrongMode,
-            "SQ013" => ErrorKind::GroupBusy,
+            // 2200H: the sequence says so itself.
+            "SQ013" | "2200H" => ErrorKind::IdsUsedUp,
+            "SQ014" => ErrorKind::GroupBusy,
             "SQ020" => ErrorKind::InvalidBinding,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,

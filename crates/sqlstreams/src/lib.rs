@@ -79,6 +79,7 @@ mod client;
 mod connect;
 mod consume;
 mod dead;
+mod delayed;
 mod error;
 mod group;
 mod message;
@@ -105,13 +106,18 @@ pub use consume::{
     Transaction,
 };
 pub use dead::Exception;
+pub use delayed::Delayed;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
-pub use message::{Headers, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing};
+pub use message::{
+    Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
+};
 pub use migrate::MigrationReport;
 pub use name::MAX_NAME_BYTES;
 pub use outcome::{IntoOutcome, IntoOutcomes, MAX_ERROR_BYTES, Outcome};
 pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, Text, Undecodable};
-pub use produce::{Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder};
+pub use produce::{
+    Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
+};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;

@@ -1,6 +1,6 @@
 //! Messages as they come out of a stream and as they go in.
 
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value};
 
@@ -15,6 +15,12 @@ pub const MAX_KEY_BYTES: usize = 1024;
 
 /// The longest routing key, in bytes of UTF-8.
 pub const MAX_ROUTING_KEY_BYTES: usize = 255;
+
+/// The longest idempotency key, in bytes of UTF-8.
+pub const MAX_IDEMPOTENCY_KEY_BYTES: usize = 1024;
+
+/// How far ahead a message can be put off: about 10,000 years.
+const MOST_AHEAD: Duration = Duration::from_secs(10_000 * 365 * 24 * 3600);
 
 /// A message of a stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -52,6 +58,16 @@ pub(crate) struct Meta {
     pub(crate) key: Option<String>,
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<Headers>,
+    pub(crate) idempotency_key: Option<String>,
+    pub(crate) deliver: Option<When>,
+    pub(crate) expires: Option<When>,
+}
+
+/// A point of time, by the database's clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    At(SystemTime),
+    After(Duration),
 }
 
 impl<'a, T> Outgoing<'a, T> {
@@ -79,6 +95,44 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
+    /// What the message is known by: of all that are sent with the same key, the stream stores the first, for as long as its
+    /// [window](crate::StreamBuilder::idempotency_window) lasts, and answers the others with its id; see
+    /// [`Receipt::duplicate`](crate::Receipt::duplicate). 1 to [`MAX_IDEMPOTENCY_KEY_BYTES`], without NUL.
+    ///
+    /// While the first one's transaction is open, the others wait for its end.
+    pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
+        self.meta.idempotency_key = Some(key.into());
+        self
+    }
+
+    /// Keeps the message back for so long, by the database's clock: it waits beside the log, as long as you like, and gets its
+    /// place in it then. Nothing is delayed by nothing. See [`Receipt::delayed`](crate::Receipt::delayed).
+    pub fn delay(mut self, delay: Duration) -> Self {
+        self.meta.deliver = Some(When::After(delay));
+        self
+    }
+
+    /// Keeps the message back until then, by the database's clock, as [`delay`](Self::delay) does. A time that has been
+    /// delays nothing.
+    pub fn deliver_at(mut self, at: SystemTime) -> Self {
+        self.meta.deliver = Some(When::At(at));
+        self
+    }
+
+    /// After so long nobody gets the message any more, by the database's clock; counted from when it is
+    /// [due](Self::delay). A handler that has it by then keeps it. Consumers count what expired
+    /// ([`Consumed::expired`](crate::Consumed::expired)).
+    pub fn expires_in(mut self, time: Duration) -> Self {
+        self.meta.expires = Some(When::After(time));
+        self
+    }
+
+    /// From then on nobody gets the message any more, as with [`expires_in`](Self::expires_in).
+    pub fn expires_at(mut self, at: SystemTime) -> Self {
+        self.meta.expires = Some(When::At(at));
+        self
+    }
+
     pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
@@ -91,6 +145,41 @@ pub(crate) struct Encoded {
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<String>,
     pub(crate) payload: Payload,
+    pub(crate) idempotency_key: Option<String>,
+    pub(crate) deliver: Option<When>,
+    pub(crate) expires: Option<When>,
+}
+
+impl When {
+    fn check(self, what: &str) -> Result<Self> {
+        let ahead = match self {
+            Self::After(duration) => duration,
+            // What has been has been.
+            Self::At(at) if at < SystemTime::UNIX_EPOCH => {
+                return Ok(Self::At(SystemTime::UNIX_EPOCH));
+            }
+            Self::At(at) => at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+        };
+        match ahead <= MOST_AHEAD {
+            true => Ok(self),
+            false => Err(invalid(format!("the {what} is more than 10,000 years ahead"))),
+        }
+    }
+
+    /// As the SQL functions take it: a time, or seconds.
+    pub(crate) fn at(self) -> Option<SystemTime> {
+        match self {
+            Self::At(at) => Some(at),
+            Self::After(_) => None,
+        }
+    }
+
+    pub(crate) fn after(self) -> Option<f64> {
+        match self {
+            Self::At(_) => None,
+            Self::After(duration) => Some(duration.as_secs_f64()),
+        }
+    }
 }
 
 impl Encoded {
@@ -104,6 +193,11 @@ impl Encoded {
         check_payload(&payload, payload_type)?;
         check_text("key", meta.key.as_deref(), MAX_KEY_BYTES)?;
         check_text("routing key", meta.routing_key.as_deref(), MAX_ROUTING_KEY_BYTES)?;
+        let idempotency_key = meta.idempotency_key.as_deref();
+        check_text("idempotency key", idempotency_key, MAX_IDEMPOTENCY_KEY_BYTES)?;
+        if idempotency_key.is_some_and(str::is_empty) {
+            return Err(invalid("the idempotency key is empty".to_owned()));
+        }
         let headers = meta.headers.map(Value::Object);
         if headers.as_ref().is_some_and(holds_nul) {
             return Err(invalid(
@@ -115,13 +209,27 @@ impl Encoded {
             routing_key: meta.routing_key,
             headers: headers.map(|h| h.to_string()),
             payload: Payload(payload),
+            idempotency_key: meta.idempotency_key,
+            deliver: meta.deliver.map(|when| when.check("time of delivery")).transpose()?,
+            expires: meta.expires.map(|when| when.check("time to expire")).transpose()?,
         })
+    }
+
+    /// Whether a plain INSERT can say all of it.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.idempotency_key.is_none() && self.deliver.is_none() && self.expires.is_none()
+    }
+
+    /// Whether it leaves a row behind that goes with the stream's window.
+    pub(crate) fn leaves_key(&self) -> bool {
+        self.idempotency_key.is_some() || self.deliver.is_some()
     }
 
     /// About how much it takes on the wire.
     pub(crate) fn bytes(&self) -> usize {
         let len = |s: &Option<String>| s.as_ref().map_or(0, String::len);
-        self.payload.0.len() + len(&self.key) + len(&self.routing_key) + len(&self.headers) + 32
+        let rest = len(&self.key) + len(&self.routing_key) + len(&self.headers);
+        self.payload.0.len() + rest + len(&self.idempotency_key) + 32
     }
 }
 
@@ -134,9 +242,15 @@ pub(crate) struct RawMessage {
     pub(crate) headers: Option<String>,
     pub(crate) produced_at: SystemTime,
     pub(crate) payload: Vec<u8>,
+    /// When it expires, by the local clock: not later than by the server's.
+    pub(crate) expires: Option<Instant>,
 }
 
 impl RawMessage {
+    pub(crate) fn has_expired(&self) -> bool {
+        self.expires.is_some_and(|at| at <= Instant::now())
+    }
+
     /// The message, or why it cannot be decoded.
     pub(crate) fn decode<T, C: Codec<T>>(self) -> Result<Message<T>, String> {
         let headers = match self.headers.as_deref().map(serde_json::from_str::<Headers>) {

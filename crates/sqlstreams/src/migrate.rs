@@ -52,6 +52,8 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/payload.sql"),
     include_str!("../sql/functions/commit.sql"),
     include_str!("../sql/functions/views.sql"),
+    include_str!("../sql/functions/produce.sql"),
+    include_str!("../sql/functions/delayed.sql"),
     include_str!("../sql/functions/generated.sql"),
 ];
 

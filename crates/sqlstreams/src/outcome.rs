@@ -107,19 +107,34 @@ pub(crate) struct Verdict {
     pub(crate) delay: Option<f64>,
     /// It was settled together with the handler's writes.
     pub(crate) settled: bool,
+    /// No handler had it: it had expired.
+    pub(crate) expired: bool,
 }
 
 impl Verdict {
     /// The outcome of a handler that was not run, or not to its end.
     pub(crate) const CANCELLED: &'static str = "cancelled";
 
+    /// As what messages are counted that are settled without having been handled.
+    pub(crate) const EXPIRED: &'static str = "expired";
+
+    /// It came too late for a handler: finished, for the server.
+    pub(crate) fn expired() -> Self {
+        Self { expired: true, ..Outcome::Done.into() }
+    }
+
+    /// As what it is counted.
+    pub(crate) fn counts(&self) -> &'static str {
+        if self.expired { Self::EXPIRED } else { self.outcome }
+    }
+
     /// Handled, and settled in the handler's transaction.
     pub(crate) fn settled() -> Self {
-        Self { outcome: "ok", error: None, delay: None, settled: true }
+        Self { settled: true, ..Outcome::Done.into() }
     }
 
     pub(crate) fn cancelled() -> Self {
-        Self { outcome: Self::CANCELLED, error: None, delay: None, settled: false }
+        Self { outcome: Self::CANCELLED, ..Outcome::Done.into() }
     }
 }
 
@@ -137,6 +152,7 @@ impl From<Outcome> for Verdict {
             error: error.map(|e| storable(&e)),
             delay: delay.map(|d| d.as_secs_f64()),
             settled: false,
+            expired: false,
         }
     }
 }

@@ -220,7 +220,7 @@ impl<T, C: Codec<T>> Codec<Result<T, Undecodable>> for Lenient<C> {
 
 /// A payload on its way to and from the server, without conversion: the binary form of json, text and bytea is the bytes
 /// themselves, that of jsonb a version byte before them.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Payload(pub(crate) Vec<u8>);
 
 const JSONB_VERSION: u8 = 1;

@@ -49,7 +49,10 @@ queries! {
         release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         release_claim: [INT8, INT8, UUID],
         release_part: [INT8, INT8, INT8, UUID, TEXT],
-        watch: [INT8_ARRAY, INT8_ARRAY, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL_ARRAY, INT8, INT4],
+        watch: [INT8_ARRAY, INT8_ARRAY, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL_ARRAY, INT8, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY],
+        move_delayed: [INT8, TIMESTAMPTZ, INT8, INT8],
+        cancel_delayed: [INT8, INT8],
+        count_delayed: [INT8],
         become_owner: [],
         is_owner: [INT8, INT4],
         expire_owner: [INT8, INT8, INT8],
@@ -63,10 +66,11 @@ queries! {
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
         ensure_partitions: [INT8, INT4],
-        create_stream: [TEXT, TEXT, INT8, BOOL],
-        alter_stream: [INT8, BOOL],
+        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8],
+        alter_stream: [INT8, BOOL, FLOAT8],
+        expire_idempotency_keys: [INT8, TIMESTAMPTZ, INT8],
         current_transaction: [],
-        resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL],
+        resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL, INT8, INT8],
         drop_stream: [INT8],
         find_stream: [TEXT],
         list_streams: [TEXT],
@@ -95,8 +99,10 @@ queries! {
 queries! {
     /// Those that name a stream's tables or depend on its payload type.
     StreamQueries {
-        // The payloads' type is added by hand where the insert is sent.
+        // The payloads' type is added by hand where these two are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
+        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY],
+        list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],
         read_messages: [INT8_ARRAY],
@@ -145,7 +151,7 @@ mod tests {
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {
-                    "insert" => [query.types, &[payload_type.array_type()]].concat(),
+                    "insert" | "produce" => [query.types, &[payload_type.array_type()]].concat(),
                     _ => query.types.to_vec(),
                 };
                 let prepared = connection.prepare_typed(&query.sql, &types).await;

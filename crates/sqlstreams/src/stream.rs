@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
 
@@ -13,7 +13,7 @@ use crate::group::GroupBuilder;
 use crate::message::{Message, RawMessage};
 use crate::name::{check_name, shorten};
 use crate::payload::{Codec, Json, Payload, PayloadType};
-use crate::produce::Producer;
+use crate::produce::{Keys, Producer};
 use crate::queries::StreamQueries;
 use crate::wake::Bell;
 
@@ -35,12 +35,20 @@ pub(crate) struct StreamInner {
     pub(crate) queries: StreamQueries,
     /// The id from which on partitions are looked after again.
     pub(crate) next_upkeep: AtomicI64,
+    pub(crate) keys: Keys,
 }
 
 impl StreamInner {
     /// Wakes consumers, here and elsewhere.
     pub(crate) fn ring(&self) {
         self.committed(false);
+    }
+
+    /// Messages were committed that are delayed, but not for long.
+    pub(crate) fn delayed_some(&self) {
+        // The stream's number, below zero: see `Rung`.
+        self.client.inner.watcher.rang(-self.id);
+        Bell::ring(&self.client, -self.id);
     }
 
     /// Something was committed; `rung`: and rung for elsewhere.
@@ -75,6 +83,7 @@ pub struct StreamBuilder<T, C = Json> {
     payload_type: Option<PayloadType>,
     partition_size: i64,
     notify: bool,
+    idempotency_window: Option<Duration>,
     types: PhantomData<fn() -> (T, C)>,
 }
 
@@ -98,11 +107,21 @@ pub struct StreamInfo {
     pub groups: i64,
     /// Whether every insert wakes the consumers from inside its transaction; see [`StreamBuilder::notify`].
     pub notify: bool,
+    /// How long idempotency keys are remembered.
+    pub idempotency_window: Duration,
 }
 
 impl<T, C> StreamBuilder<T, C> {
     pub(crate) fn new(client: Client, name: String, types: PhantomData<fn() -> (T, C)>) -> Self {
-        Self { client, name, payload_type: None, partition_size: 1_000_000, notify: false, types }
+        Self {
+            client,
+            name,
+            payload_type: None,
+            partition_size: 1_000_000,
+            notify: false,
+            idempotency_window: None,
+            types,
+        }
     }
 
     /// Reads and writes payloads with another codec.
@@ -113,6 +132,7 @@ impl<T, C> StreamBuilder<T, C> {
             payload_type: self.payload_type,
             partition_size: self.partition_size,
             notify: self.notify,
+            idempotency_window: self.idempotency_window,
             types: PhantomData,
         }
     }
@@ -130,6 +150,13 @@ impl<T, C> StreamBuilder<T, C> {
     /// Commits that notify follow one another in PostgreSQL, which limits how many there can be per second.
     pub fn notify(mut self, notify: bool) -> Self {
         self.notify = notify;
+        self
+    }
+
+    /// How long a new stream remembers the [idempotency keys](crate::Outgoing::idempotency_key) of its messages, 5 minutes to
+    /// 365 days. Default: 24 hours. [`Stream::set_idempotency_window`] changes it later.
+    pub fn idempotency_window(mut self, window: Duration) -> Self {
+        self.idempotency_window = Some(window);
         self
     }
 
@@ -152,8 +179,9 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
             .unwrap_or_else(|| C::payload_types().first().copied().unwrap_or_default());
         self.check_codec(payload_type)?;
         let create = &self.client.inner.queries.create_stream;
-        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
-            [&self.name, &payload_type.as_str(), &self.partition_size, &self.notify];
+        let window = self.idempotency_window.map(seconds);
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
+            [&self.name, &payload_type.as_str(), &self.partition_size, &self.notify, &window];
         let id = self.client.query_one(create, &params, "create the stream").await?.get(0);
         let partition_size = self.partition_size;
         Ok(self.into_stream(id, payload_type, partition_size))
@@ -250,6 +278,7 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
                 partition_size,
                 queries,
                 next_upkeep: AtomicI64::new(0),
+                keys: Keys::default(),
             }),
             types: PhantomData,
         }
@@ -300,6 +329,7 @@ impl<T, C> Stream<T, C> {
     /// ([`send_in`](Self::send_in)). A hint, which nobody waits for: without it they are found by polling, within a second.
     pub fn ring(&self) {
         self.inner.ring();
+        self.inner.delayed_some();
     }
 
     /// Whether every insert wakes the consumers from inside its transaction; see [`StreamBuilder::notify`].
@@ -307,9 +337,23 @@ impl<T, C> Stream<T, C> {
     /// # Errors
     /// The database's: it waits up to 3 s for transactions that write to the stream.
     pub async fn set_notify(&self, notify: bool) -> Result<()> {
+        self.alter(Some(notify), None).await
+    }
+
+    /// How long the stream remembers the idempotency keys of its messages; see [`StreamBuilder::idempotency_window`]. Keys that
+    /// were forgotten under a shorter window stay so.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for one out of range, or the database's.
+    pub async fn set_idempotency_window(&self, window: Duration) -> Result<()> {
+        self.alter(None, Some(window)).await
+    }
+
+    async fn alter(&self, notify: Option<bool>, window: Option<Duration>) -> Result<()> {
         let client = &self.inner.client;
         let alter = &client.inner.queries.alter_stream;
-        client.query(alter, &[&self.inner.id, &notify], "change the stream").await?;
+        let window = window.map(seconds);
+        client.query(alter, &[&self.inner.id, &notify, &window], "change the stream").await?;
         Ok(())
     }
 
@@ -350,6 +394,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
                     headers: row.get(3),
                     produced_at: row.get(4),
                     payload: row.get::<_, Payload>(5).0,
+                    expires: None,
                 };
                 let id = raw.id;
                 raw.decode::<T, C>().map_err(|reason| {
@@ -381,8 +426,14 @@ impl StreamInfo {
             head: row.get(5),
             groups: row.get(6),
             notify: row.get(7),
+            idempotency_window: Duration::try_from_secs_f64(row.get(8)).unwrap_or_default(),
         })
     }
+}
+
+/// As far as an interval goes; what is out of range stays so.
+fn seconds(duration: Duration) -> f64 {
+    duration.as_secs_f64().min(1e12)
 }
 
 /// "Streams that exist: a, b", for hints.

@@ -4,6 +4,8 @@
 //! which `--json` prints as they are.
 
 mod chaos;
+mod delay;
+mod keys;
 mod latency;
 mod ordered;
 mod place;
@@ -27,6 +29,10 @@ pub(crate) enum BenchCommand {
     Ordered(ordered::OrderedArgs),
     /// How fast a group with sparse bindings gets through the log
     Routing(routing::RoutingArgs),
+    /// What idempotency keys cost
+    Keys(keys::KeysArgs),
+    /// What delayed messages cost, and how late they come
+    Delay(delay::DelayArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -40,6 +46,8 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Ordered(args) => ordered::run(args, context).await,
         BenchCommand::Routing(args) => routing::run(args, context).await,
+        BenchCommand::Keys(args) => keys::run(args, context).await,
+        BenchCommand::Delay(args) => delay::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

@@ -2,6 +2,7 @@
 
 pub(crate) mod consume;
 pub(crate) mod dead;
+pub(crate) mod delayed;
 pub(crate) mod down;
 pub(crate) mod group;
 pub(crate) mod migrate;
@@ -31,6 +32,7 @@ pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<E
         Command::Consume(args) => return consume::run(args, context).await,
         Command::Group(command) => group::run(command, context).await?,
         Command::Dead(command) => dead::run(command, context).await?,
+        Command::Delayed(command) => delayed::run(command, context).await?,
         Command::Bench(command) => return bench::run(command, context).await,
     }
     Ok(ExitCode::SUCCESS)

@@ -87,6 +87,32 @@ fn routing_counts_both_sides() {
 }
 
 #[test]
+fn keys_say_what_they_cost() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "keys", "--for", "1s", "--batch", "50"]);
+    let rate = |name: &str| facts[name].as_f64().unwrap();
+    let (without, with) = (rate("without_keys_per_second"), rate("with_keys_per_second"));
+    assert!(without > 0.0 && with > 0.0 && rate("duplicates_per_second") > 0.0, "{facts:#}");
+    assert!((rate("ratio") - with / without).abs() < 1e-9, "{facts:#}");
+    assert_eq!(facts["target_met"], rate("ratio") >= rate("target"));
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn delay_says_how_late_messages_come() {
+    let bench = Bench::new();
+    let args = ["bench", "delay", "--for", "1s", "--waiting", "2000", "--bulk", "2000"];
+    let facts = bench.json(&args);
+    let number = |name: &str| facts[name].as_f64().unwrap();
+    assert!(number("moved_per_second") > 0.0 && number("moved_per_second_under_snapshot") > 0.0);
+    assert!(number("late_p50_ms") <= number("late_p99_ms"), "{facts:#}");
+    assert!(number("late_p99_ms") <= number("late_max_ms"), "{facts:#}");
+    let cost = number("consume_ms_beside") / number("consume_ms_without");
+    assert!((number("cost") - cost).abs() < 1e-9, "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn chaos_loses_nothing_and_leaves_nothing() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "chaos", "--for", "2s", "--rate", "100", "--seed", "7"]);

@@ -48,6 +48,78 @@ fn json_keeps_its_spelling() {
 }
 
 #[test]
+fn lines_with_a_known_idempotency_key_are_not_stored_again() {
+    let bench = Bench::with_orders("");
+    let args = ["produce", "orders", "--idempotency-key-field", "id", "--json"];
+    let send = |lines: &str| {
+        let ran = bench.run_with(&args, lines.as_bytes()).assert_ok();
+        (serde_json::from_slice::<Value>(&ran.stdout).unwrap(), ran.stderr)
+    };
+    let (sent, _) = send("{\"id\": 1}\n{\"id\": 2}\n{\"id\": 1}\n");
+    assert_eq!((&sent["stored"], &sent["duplicates"]), (&json!(2), &json!(1)), "{sent}");
+    let (sent, errors) = send("{\"id\": 1}\n{\"id\": 2, \"x\": 0}\n{\"id\": 3}\n");
+    assert_eq!(
+        (&sent["stored"], &sent["duplicates"], &sent["conflicts"]),
+        (&json!(1), &json!(2), &json!(1))
+    );
+    assert_eq!(errors.trim(), "{\"conflict\":{\"id\":2,\"line\":2}}");
+    assert_eq!(
+        (&sent["first_id"], &sent["last_id"], &sent["next_line"]),
+        (&json!(3), &json!(3), &json!(4))
+    );
+    let ran = bench.run_with(&args[..4], b"{\"id\": 1}\n{\"id\": 2, \"x\": 0}\n").assert_ok();
+    assert!(
+        ran.stderr.contains("line 2 is not stored: message 2 has its idempotency key"),
+        "{}",
+        ran.stderr
+    );
+    assert!(
+        ran.stderr.contains("0 lines stored in stream \"orders\"; 2 duplicates, 1 of them"),
+        "{}",
+        ran.stderr
+    );
+    bench.run_with(&args, b"{\"no\": 1}\n").assert_code(1);
+}
+
+#[test]
+fn delayed_lines_wait_and_can_be_taken_back() {
+    let bench = Bench::with_orders("");
+    let args = ["produce", "orders", "--delay", "1h", "--json"];
+    let sent = bench.run_with(&args, b"1\n2\n3\n").assert_ok();
+    let sent: Value = serde_json::from_slice(&sent.stdout).unwrap();
+    assert_eq!(
+        (&sent["stored"], &sent["delayed"], &sent["first_id"]),
+        (&json!(0), &json!(3), &Value::Null)
+    );
+    let ran =
+        bench.run_with(&["produce", "orders", "--deliver-at", "2999-01-01T00:00:00Z"], b"4\n");
+    assert!(ran.stderr.contains("; 1 line delayed"), "{}", ran.stderr);
+    assert_eq!(bench.json(&["stream", "show", "orders"])["delayed"], 4);
+    let list = bench.json(&["delayed", "list", "orders"]);
+    let payloads: Vec<&Value> = list.as_array().unwrap().iter().map(|d| &d["payload"]).collect();
+    assert_eq!(payloads, [&json!(1), &json!(2), &json!(3), &json!(4)]);
+    assert_eq!(list[3]["deliver_at"], "2999-01-01T00:00:00.000000Z");
+    let id = list[1]["id"].to_string();
+    let text = bench.ok(&["delayed", "cancel", "orders", &id]);
+    assert_eq!(text.trim(), "cancelled 1 delayed message of stream \"orders\"");
+    bench.run(&["delayed", "cancel", "orders", &id, "1"]).assert_error(3, &["not waiting", &id]);
+    assert!(bench.ok(&["delayed", "list", "orders", "--limit", "1"]).contains("PAYLOAD"));
+    bench.run_with(&["produce", "orders", "--delay", "0s"], b"5\n").assert_ok();
+    assert_eq!(bench.ok(&["consume", "orders", "-g", "g", "--until-caught-up"]), "5\n");
+    let ran = bench.run_with(&["produce", "orders", "--expires-in", "1ms"], b"6\n").assert_ok();
+    assert!(ran.stderr.contains("1 line stored"), "{}", ran.stderr);
+    bench.run_with(&["produce", "orders", "--expires-at", "2999-01-01"], b"7\n").assert_ok();
+    let ran = bench.run(&["consume", "orders", "-g", "g", "--until-caught-up"]).assert_ok();
+    assert_eq!(ran.text(), "7\n");
+    assert!(ran.stderr.contains("1 handled, 1 expired, in"), "{}", ran.stderr);
+    for (flag, value) in
+        [("--delay", "soon"), ("--delay", "15"), ("--deliver-at", "noon"), ("--expires-in", "0s")]
+    {
+        bench.run(&["produce", "orders", flag, value]).assert_error(2, &[value]);
+    }
+}
+
+#[test]
 fn many_lines_arrive_complete_and_in_order() {
     let bench = Bench::with_orders("");
     let lines: String =

@@ -39,6 +39,15 @@ BEGIN
     RETURN g;
 END $$;
 
+CREATE OR REPLACE FUNCTION require_idempotency_window(p_window interval) RETURNS void
+LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    IF p_window NOT BETWEEN interval '5 minutes' AND interval '365 days' THEN
+        RAISE EXCEPTION 'idempotency keys are remembered for 5 minutes to 365 days, not for %', p_window
+            USING ERRCODE = 'SQ004', HINT = 'The default, 24 hours, suits most streams.';
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION require_name(p_what text, p_name text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN

@@ -30,10 +30,13 @@ EXCEPTION WHEN insufficient_privilege THEN
     NULL;
 END $$;
 
+-- A transaction that stored nothing but delayed messages is told by its witness, a row of message_idempotency_<n> (produce.sql), and p_produced_at
+-- has the one time of that.
+--
 -- Returns 'standby' or 'in_progress' (ask again), 'stored', 'missing' (it never will be stored), or 'gone': the partition
 -- that the rows were in, if they were stored, is no longer part of the log. p_ids may be some of the transaction's rows.
 -- Runs with the caller's privileges, as it may end a session.
-CREATE OR REPLACE FUNCTION resolve_commit(p_stream bigint, p_xid text, p_pid int, p_ids bigint[], p_produced_at timestamptz[], p_terminate boolean) RETURNS text
+CREATE OR REPLACE FUNCTION resolve_commit(p_stream bigint, p_xid text, p_pid int, p_ids bigint[], p_produced_at timestamptz[], p_terminate boolean, p_witness_1 bigint DEFAULT NULL, p_witness_2 bigint DEFAULT NULL) RETURNS text
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     s     stream;
@@ -54,6 +57,11 @@ BEGIN
 
     -- In a later statement than the status: what that transaction stored is visible now.
     s := require_stream(p_stream);
+    IF p_witness_1 IS NOT NULL THEN
+        EXECUTE format('SELECT count(*) FROM %I WHERE hash_1 = $1 AND hash_2 = $2 AND sent_at = $3', 'message_idempotency_' || p_stream)
+            INTO hits USING p_witness_1, p_witness_2, p_produced_at[1];
+        RETURN CASE WHEN hits > 0 THEN 'stored' ELSE 'missing' END;
+    END IF;
     EXECUTE format(
         'SELECT count(*) FROM unnest($1, $2) AS u(id, produced_at)
          CROSS JOIN LATERAL (SELECT FROM %I WHERE id = u.id AND id >= $3 AND id <= $4 AND produced_at = u.produced_at LIMIT 1) AS m',

@@ -53,19 +53,28 @@ BEGIN
     END IF;
 END $$;
 
--- Both in one call, for clients that know their payloads to be small.
+-- Both in one call, for clients that know their payloads to be small. What has expired is settled.
 CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
                attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
+DECLARE
+    expired bigint[];
 BEGIN
     RETURN QUERY
         WITH taken AS MATERIALIZED (
             SELECT * FROM take_exceptions(p_stream, p_group, p_token, p_limit, p_suspect, p_due_from))
         SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, t.attempts, t.delays, t.first_failed_at, t.due_at, t.lease_duration
         FROM fetch_messages(p_stream, (SELECT array_agg(id) FROM taken), 9223372036854775807, p_type) AS m
-        JOIN taken AS t ON t.id = m.id ORDER BY m.id;
+        JOIN taken AS t ON t.id = m.id WHERE m.remaining IS NULL OR m.remaining > '0' ORDER BY m.id;
+    EXECUTE format('SELECT array_agg(e.message_id) FROM %I AS e WHERE e.group_id = $1 AND e.state = ''inflight'' AND e.lease_expires_at > clock_timestamp() AND e.lease_id = $2
+                    AND EXISTS (SELECT FROM %I AS m WHERE m.id = e.message_id AND m.expires_at <= clock_timestamp())', 'exception_queue_' || p_stream, 'message_log_' || p_stream)
+        INTO expired USING p_group, p_token;
+    IF expired IS NOT NULL THEN
+        PERFORM settle_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(expired)]), expired,
+                                  array_fill('ok'::text, ARRAY[cardinality(expired)]), array_fill(NULL::text, ARRAY[cardinality(expired)]));
+    END IF;
 END $$;
 
 -- From when on a caller that bounds its look at the due exceptions looks for leases that ran out.

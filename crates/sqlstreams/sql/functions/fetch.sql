@@ -25,19 +25,23 @@ END $$;
 -- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
 -- stream's payloads: fetch(…, NULL::json).
 --
+-- A message that has expired is told of without its payload: it is finished, unhandled. remaining: how long the others have, 0 for those that have expired, NULL for
+-- those that do not; whoever hands one out later looks again.
+--
 -- constraint_exclusion is off, here as in advance: pruning needs none, and reading every partition's checks anew for each
 -- plan took a third of the time.
 --
 -- Never read message_log_<n> in the statement that claims, or under an older snapshot: rows that the claim freed would
 -- be missing. (The name is quoted since FETCH is a reserved word; qualified, sqlstreams.fetch(…), it needs no quotes.)
 CREATE OR REPLACE FUNCTION "fetch"(p_stream bigint, p_group bigint, p_token uuid, p_after bigint, p_limit bigint, p_bytes bigint, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 DECLARE
     pending   int8multirange;
     lanes     bigint;
     condition text;
+    now       timestamptz := clock_timestamp();
 BEGIN
     PERFORM require_read_committed();
     SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
@@ -46,32 +50,34 @@ BEGIN
     END IF;
     condition := binding_condition(p_group, lower(pending), upper(pending));
     RETURN QUERY EXECUTE format(
-        'SELECT id, key, routing_key, headers, produced_at, more, payload
-         FROM (SELECT id, key, routing_key, headers, produced_at, payload,
+        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END
+         FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
          ORDER BY id LIMIT $5', 'message_log_' || p_stream, in_lanes(lanes), ' AND (' || condition || ')')
-        USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes;
+        USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;
 END $$;
 
--- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" as above. Ids for which
+-- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Ids for which
 -- there is no message are left out.
 CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
+DECLARE
+    now timestamptz := clock_timestamp();
 BEGIN
     -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
     RETURN QUERY EXECUTE format(
-        'SELECT id, key, routing_key, headers, produced_at, more, payload
+        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $5 THEN NULL ELSE payload END, CASE WHEN expires_at <= $5 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $5 END
          FROM (SELECT m.*, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
                       sum(pg_column_size(m.payload)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - pg_column_size(m.payload) AS bytes_before
                FROM unnest($1) AS u(id)
                CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
          WHERE bytes_before < $4 ORDER BY id', 'message_log_' || p_stream)
-        USING p_ids, (SELECT min(i) FROM unnest(p_ids) AS i), (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes;
+        USING p_ids, (SELECT min(i) FROM unnest(p_ids) AS i), (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes, now;
 END $$;
 
 -- The id that comes next in lease p_token after p_after, for a client that cannot read its message.

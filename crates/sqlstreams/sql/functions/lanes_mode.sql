@@ -26,7 +26,7 @@ BEGIN
         INTO open USING p_group, c.first_open;
     IF open > 0 THEN
         RAISE EXCEPTION 'group % has messages that are handed out or wait for another attempt', quote_ident(g.name)
-            USING ERRCODE = 'SQ013', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
+            USING ERRCODE = 'SQ014', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
     END IF;
     IF p_mode = 'ordered' THEN
         IF g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL THEN

@@ -30,7 +30,8 @@ BEGIN
     EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', parent, leaf, lo, hi);
 END $$;
 
--- Makes the partitions up to p_ahead (1 to 1,000) beyond the one that the head is in. Returns how many it made.
+-- Makes the partitions up to p_ahead (1 to 1,000) beyond the one that the head is in. Returns how many it made. The last one is the last that
+-- ends before the largest bigint: a stream whose ids have come so far takes no more.
 -- SECURITY DEFINER: a producer that may only insert still gets room to insert into.
 CREATE OR REPLACE FUNCTION ensure_partitions(p_stream bigint, p_ahead int DEFAULT 3) RETURNS int
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '3s' AS $$
@@ -39,13 +40,19 @@ DECLARE
     head    bigint;
     made    int := 0;
     wanted  bigint;
+    last    bigint;
 BEGIN
     PERFORM require_stream(p_stream);
     -- One maker at a time per stream; the others find its partitions when they get the lock.
     SELECT * INTO s FROM stream WHERE id = p_stream FOR NO KEY UPDATE;
     EXECUTE format('SELECT last_value FROM %I', 'message_log_' || p_stream || '_id_seq') INTO head;
+    last := 9223372036854775807 / s.partition_size - 1;
+    IF head / s.partition_size > last THEN
+        RAISE EXCEPTION 'the ids of stream % are used up', quote_ident(s.name)
+            USING ERRCODE = 'SQ013', HINT = 'Nothing can be added to it any more. Create another stream for what comes.';
+    END IF;
     FOR wanted IN
-        SELECT n FROM generate_series(head / s.partition_size, head / s.partition_size + least(greatest(p_ahead, 1), 1000)) AS n
+        SELECT n FROM generate_series(head / s.partition_size, least(head / s.partition_size + least(greatest(p_ahead, 1), 1000), last)) AS n
         WHERE to_regclass(format('%I', 'message_log_' || p_stream || '_p' || n)) IS NULL
     LOOP
         PERFORM create_partition(p_stream, s.partition_size, wanted);

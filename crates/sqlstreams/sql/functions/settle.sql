@@ -1,7 +1,7 @@
 -- The steps of advance one by one, for clients that do not need them in one call.
 
--- Claims up to p_limit messages and returns them, all under the same lease. In a group with bindings it looks for a tenth of a
--- second at most: that there are no rows does not say that there is nothing beyond.
+-- Claims up to p_limit messages and returns them, all under the same lease; those that have expired are left out. In a group with
+-- bindings it looks for a tenth of a second at most: that there are no rows does not say that there is nothing beyond.
 CREATE OR REPLACE FUNCTION claim(p_stream bigint, p_group bigint, p_limit bigint, p_type anyelement)
 RETURNS TABLE (seq bigint, token uuid, id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
@@ -16,7 +16,7 @@ BEGIN
     END LOOP;
     RETURN QUERY
         SELECT a.seq, a.token, f.id, f.key, f.routing_key, f.headers, f.produced_at, f.payload
-        FROM "fetch"(p_stream, p_group, a.token, 0, p_limit, 9223372036854775807, p_type) AS f;
+        FROM "fetch"(p_stream, p_group, a.token, 0, p_limit, 9223372036854775807, p_type) AS f WHERE f.remaining IS NULL OR f.remaining > '0';
 END $$;
 
 -- Takes finished ids out of a lease. False: the lease was lost, nothing is recorded.

@@ -8,7 +8,7 @@ BEGIN
     PERFORM pg_advisory_xact_lock_shared(hashtextextended('sqlstreams migrate ' || current_schema(), 0));
 END $$;
 
-CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false) RETURNS bigint
+CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false, p_idempotency_window interval DEFAULT '24 hours') RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     n bigint;
@@ -22,8 +22,10 @@ BEGIN
         RAISE EXCEPTION 'a partition holds 1,000 to 1,000,000,000 ids, not %', coalesce(p_partition_size::text, 'NULL')
             USING ERRCODE = 'SQ004', HINT = 'The default, 1,000,000, suits most streams.';
     END IF;
+    PERFORM require_idempotency_window(p_idempotency_window);
     PERFORM hold_migrations_up();
-    INSERT INTO stream (name, payload_type, partition_size) VALUES (p_name, p_payload_type, p_partition_size)
+    INSERT INTO stream (name, payload_type, partition_size, idempotency_window)
+        VALUES (p_name, p_payload_type, p_partition_size, coalesce(p_idempotency_window, '24 hours'))
         ON CONFLICT (name) DO NOTHING RETURNING id INTO n;
     IF n IS NULL THEN
         RAISE EXCEPTION 'stream % exists already', quote_ident(p_name)
@@ -40,6 +42,8 @@ BEGIN
              routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
              headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
              produced_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+             -- from then on nobody gets it
+             expires_at  timestamptz,
              payload     %s NOT NULL
          ) PARTITION BY RANGE (id)',
         'message_log_' || n, 'message_log_' || n || '_id_seq', p_payload_type);
@@ -126,6 +130,36 @@ BEGIN
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
         'consumer_done_' || n);
 
+    -- The idempotency keys of messages, as hashes. No partitions by time: whether a key is there has to be told over all of them.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             hash_1       bigint NOT NULL,
+             hash_2       bigint NOT NULL,
+             message_id   bigint NOT NULL,
+             payload_hash bigint NOT NULL,
+             sent_at      timestamptz NOT NULL,
+             PRIMARY KEY (hash_1, hash_2)
+         ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'message_idempotency_' || n);
+    EXECUTE format('CREATE INDEX %I ON %I (sent_at)', 'message_idempotency_sent_' || n, 'message_idempotency_' || n);
+
+    -- Messages that are not due yet. They get their place in the log when they are: see functions/delayed.sql.
+    EXECUTE format(
+        'CREATE TABLE %I (
+             deliver_at  timestamptz NOT NULL,
+             id          bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME %I CACHE 1) UNIQUE,
+             key         text COLLATE "C" CHECK (octet_length(key) <= 1024),
+             routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
+             headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
+             sent_at     timestamptz NOT NULL,
+             expires_at  timestamptz,
+             payload     %s NOT NULL,
+             PRIMARY KEY (deliver_at, id)
+         ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+                 autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
+        'message_delayed_' || n, 'message_delayed_' || n || '_id_seq', p_payload_type);
+
     PERFORM make_stream_functions(n);
     PERFORM ensure_partitions(n);
     PERFORM alter_stream(n, p_notify);
@@ -133,12 +167,15 @@ BEGIN
 END $$;
 
 -- Changes settings of a stream; NULL leaves one as it is. p_notify: whether every INSERT rings for the consumers from inside
--- its transaction, for producers that are plain SQL; the crate's own ring by themselves, after their commit.
-CREATE OR REPLACE FUNCTION alter_stream(p_stream bigint, p_notify boolean DEFAULT NULL) RETURNS void
+-- its transaction, for producers that are plain SQL; the crate's own ring by themselves, after their commit. p_idempotency_window:
+-- how long keys are remembered; those that were given up under a shorter one stay so.
+CREATE OR REPLACE FUNCTION alter_stream(p_stream bigint, p_notify boolean DEFAULT NULL, p_idempotency_window interval DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '3s' AS $$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
+    PERFORM require_idempotency_window(p_idempotency_window);
+    UPDATE stream SET idempotency_window = p_idempotency_window WHERE id = p_stream AND idempotency_window <> p_idempotency_window;
     IF p_notify IS NULL OR p_notify = s.notify THEN
         RETURN;
     END IF;
@@ -154,15 +191,18 @@ END $$;
 CREATE OR REPLACE FUNCTION drop_stream(p_stream bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    s stream := require_stream(p_stream);
+    s      stream := require_stream(p_stream);
+    name   text;
+    tables text;
 BEGIN
     PERFORM hold_migrations_up();
-    -- In the order in which partitions are made and in which consumers lock, the log last.
+    -- In the order in which partitions are made, and in which consumers and producers lock.
     PERFORM FROM stream WHERE id = p_stream FOR UPDATE;
-    EXECUTE format('LOCK TABLE %I, %I, %I, %I, %I IN ACCESS EXCLUSIVE MODE', 'consumer_group_cursor_' || p_stream,
-                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream, 'message_log_' || p_stream);
-    EXECUTE format('DROP TABLE %I, %I, %I, %I, %I', 'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream,
-                   'consumer_lease_' || p_stream, 'exception_queue_' || p_stream, 'consumer_done_' || p_stream);
+    FOREACH name IN ARRAY ARRAY['consumer_group_cursor_', 'consumer_lease_', 'exception_queue_', 'consumer_done_', 'message_log_', 'message_idempotency_', 'message_delayed_'] LOOP
+        EXECUTE format('LOCK TABLE %I IN ACCESS EXCLUSIVE MODE', name || p_stream);
+        tables := concat_ws(', ', tables, format('%I', name || p_stream));
+    END LOOP;
+    EXECUTE 'DROP TABLE ' || tables;
     PERFORM drop_stream_functions(p_stream);
     DELETE FROM stream WHERE id = p_stream;
     INSERT INTO audit (action, stream_name) VALUES ('drop_stream', s.name);

@@ -12,9 +12,11 @@ CREATE TABLE stream (
     partition_size bigint NOT NULL CHECK (partition_size BETWEEN 1000 AND 1000000000),
     -- every INSERT rings for the consumers, from inside its transaction
     notify         boolean NOT NULL DEFAULT false,
+    -- how long a message's idempotency key is remembered; longer than it takes to find out what became of a commit
+    idempotency_window interval NOT NULL DEFAULT '24 hours' CHECK (idempotency_window BETWEEN '5 minutes' AND '365 days'),
     created_at     timestamptz NOT NULL DEFAULT now()
 );
-COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>.';
+COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>.';
 
 CREATE TABLE consumer_group (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

@@ -161,8 +161,19 @@ impl<T: Send + 'static> Run<T> {
         let mut deliveries = Vec::with_capacity(jobs.len());
         // They may come from several leases; a batch goes on as long as one of them does.
         let over = jobs.first().map(|job| job.term.over().clone()).unwrap_or_default();
+        // Before it is told whether messages have expired: it may take a while.
+        let open = match (open.filter(|open| !open.is_closed()), &self.transactions) {
+            (None, Some(waits)) if jobs.iter().any(|job| !job.message.has_expired()) => {
+                self.begin(waits, &over).await
+            }
+            (open, _) => Ok(open),
+        };
         for Job { source, message, history, term } in jobs {
             let id = message.id;
+            if message.has_expired() {
+                finished.push(Finished { source, id, verdict: Verdict::expired(), key: None });
+                continue;
+            }
             match decode::<T, C>(message) {
                 Ok(message) => {
                     let context = Context::new(
@@ -185,18 +196,14 @@ impl<T: Send + 'static> Run<T> {
             }
         }
         if running.is_empty() {
-            return (finished, open);
+            return (finished, open.unwrap_or_default());
         }
         let (verdicts, open) = match &self.transactions {
             None => {
                 let (outcomes, _) = self.call(deliveries, None, deadline).await;
                 (outcomes.into_iter().map(Verdict::from).collect(), None)
             }
-            Some(waits) => {
-                let open = match open {
-                    Some(open) if !open.is_closed() => Ok(Some(open)),
-                    _ => self.begin(waits, &over).await,
-                };
+            Some(_) => {
                 self.call_in_transaction(deliveries, &running, deadline, &over, open, more).await
             }
         };

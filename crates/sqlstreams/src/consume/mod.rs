@@ -31,6 +31,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
+use crate::outcome::Verdict;
+
 pub use self::builder::{Budget, ConsumerBuilder};
 pub use self::delivery::{Context, Delivery};
 pub use self::health::{Activity, Health, HealthSnapshot};
@@ -64,14 +66,17 @@ pub struct Consumed {
     pub dead_at_once: u64,
     /// Messages that the handler put off, or that were because its transaction's connection broke.
     pub delayed: u64,
+    /// Messages that had [expired](crate::Outgoing::expires_in) before a handler could have them.
+    pub expired: u64,
 }
 
 impl Consumed {
-    fn count(&mut self, outcome: &str) {
-        let counter = match outcome {
+    fn count(&mut self, counts: &str) {
+        let counter = match counts {
             "ok" => &mut self.handled,
             "retry" => &mut self.failed,
             "dead" => &mut self.dead_at_once,
+            Verdict::EXPIRED => &mut self.expired,
             _ => &mut self.delayed,
         };
         *counter += 1;

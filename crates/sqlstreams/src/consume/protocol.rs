@@ -3,7 +3,7 @@
 //! Every call runs in a READ COMMITTED transaction of its own, whatever the default is, and commits without waiting for
 //! the disk: what a crash of the server takes back is a repeat, never a loss. Begin, call and commit travel in one write.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::future::join5;
 use tokio_postgres::Row;
@@ -155,6 +155,7 @@ impl Protocol {
         ];
         let client = &self.stream.client;
         let connection = client.connection(doing).await?;
+        let sent = Instant::now();
         let (row, page) = if limit > 0 {
             let fetch_params: [&(dyn ToSql + Sync); 6] =
                 [&self.stream.id, &self.group, &token, &0_i64, &limit, &bytes];
@@ -173,7 +174,7 @@ impl Protocol {
                 };
             let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
             let page = fetched
-                .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
+                .and_then(|rows| ended.map(|()| Page::from_rows(&rows, sent)))
                 .map_err(|e| Error::from_driver(e, "fetch messages"));
             let rows = client.keep(connection, advanced.map_err(failed))?;
             (one(rows, doing)?, page)
@@ -213,9 +214,9 @@ impl Protocol {
     ) -> Result<Page> {
         let params: [&(dyn ToSql + Sync); 6] =
             [&self.stream.id, &self.group, &token, &after, &limit, &bytes];
-        Ok(Page::from_rows(
-            &self.rows(&self.stream.queries.fetch, &params, "fetch messages").await?,
-        ))
+        let sent = Instant::now();
+        let rows = self.rows(&self.stream.queries.fetch, &params, "fetch messages").await?;
+        Ok(Page::from_rows(&rows, sent))
     }
 
     /// The heartbeat: each lease with the seq it has now, `None` for those that were lost.
@@ -295,7 +296,8 @@ impl Protocol {
     pub(crate) async fn fetch_messages(&self, ids: &[i64], bytes: i64) -> Result<Page> {
         let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &ids, &bytes];
         let fetch = &self.stream.queries.fetch_messages;
-        Ok(Page::from_rows(&self.rows(fetch, &params, "fetch messages").await?))
+        let sent = Instant::now();
+        Ok(Page::from_rows(&self.rows(fetch, &params, "fetch messages").await?, sent))
     }
 
     /// The id that comes next in a lease.
@@ -410,7 +412,12 @@ impl Protocol {
 }
 
 impl Page {
-    pub(super) fn from_rows(rows: &[Row]) -> Self {
+    /// Of an answer to a request that was sent at `sent`: what a message had left was less than it is from then on.
+    pub(super) fn from_rows(rows: &[Row], sent: Instant) -> Self {
+        let expires = |row: &Row| {
+            let left = Duration::from_micros(row.get::<_, Option<i64>>(7)?.max(0).unsigned_abs());
+            sent.checked_add(left)
+        };
         Self {
             more: rows.last().is_some_and(|row| row.get(5)),
             messages: rows
@@ -421,7 +428,9 @@ impl Page {
                     routing_key: row.get(2),
                     headers: row.get(3),
                     produced_at: row.get(4),
-                    payload: row.get::<_, Payload>(6).0,
+                    // The server keeps that of one that has expired.
+                    payload: row.get::<_, Option<Payload>>(6).unwrap_or_default().0,
+                    expires: expires(row),
                 })
                 .collect(),
         }

@@ -1,5 +1,6 @@
 //! One attempt at a batch: a connection, a transaction, the inserts, the commit.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join3;
@@ -7,7 +8,8 @@ use tokio_postgres::error::{Severity, SqlState};
 
 use super::commit::{self, Committed, Transaction};
 use super::connection::Borrowed;
-use super::executor::Batch;
+use super::executor::{Batch, Written};
+use super::receipt::Receipt;
 use crate::client::{run, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
@@ -33,19 +35,19 @@ pub(super) enum Failure {
     OutOfPartitions(tokio_postgres::Error),
     /// The connection broke, none came about, or the server takes no writes at present.
     Trouble(Error),
-    /// The commit did not get through.
+    /// The commit did not get through, or the server ended the transaction in favour of another.
     Lost(Error),
     Other(Error),
 }
 
-/// Inserts the parts of a batch, one statement each, and commits. Returns the ids, in order.
+/// Inserts the parts of a batch, one statement each, and commits. Returns what became of each message, in order.
 pub(super) async fn attempt(
-    stream: &StreamInner,
+    stream: &Arc<StreamInner>,
     parts: impl Iterator<Item = (usize, &[Encoded])>,
-) -> Result<Vec<i64>, Failure> {
+) -> Result<Vec<Receipt>, Failure> {
     let connection = Borrowed::take(&stream.client, DOING).await.map_err(trouble)?;
-    let transaction = match write(&connection, stream, parts).await {
-        Ok(transaction) => transaction,
+    let (transaction, receipts) = match write(&connection, stream, parts).await {
+        Ok(written) => written,
         Err(failure) => {
             if !matches!(failure, Failure::Trouble(_)) {
                 connection.roll_back().await;
@@ -54,7 +56,7 @@ pub(super) async fn attempt(
         }
     };
     match commit::commit(connection, stream, &transaction).await.map_err(Failure::Other)? {
-        Committed::Stored => Ok(transaction.written.iter().map(|written| written.id).collect()),
+        Committed::Stored => Ok(receipts),
         Committed::Lost(error) => Err(Failure::Lost(error)),
     }
 }
@@ -62,9 +64,9 @@ pub(super) async fn attempt(
 /// Begins a transaction and inserts the messages.
 async fn write(
     connection: &tokio_postgres::Client,
-    stream: &StreamInner,
+    stream: &Arc<StreamInner>,
     parts: impl Iterator<Item = (usize, &[Encoded])>,
-) -> Result<Transaction, Failure> {
+) -> Result<(Transaction, Vec<Receipt>), Failure> {
     let mut batches = parts.map(|(_, messages)| Batch { stream, messages });
     let first = batches.next().unwrap_or(Batch { stream, messages: &[] });
     // In one write, in this order.
@@ -86,7 +88,14 @@ async fn write(
         written.extend(more.map_err(Failure::Trouble)?.map_err(failure)?);
     }
     match current.first() {
-        Some(row) => Ok(Transaction { xid: row.get(0), pid: row.get(1), written }),
+        Some(row) => {
+            let receipts = written.iter().map(|written| written.receipt).collect();
+            // What others have stored says nothing about this transaction.
+            let written = written.into_iter().filter(|w: &Written| !w.receipt.is_duplicate());
+            let (delayed, written) = written.partition(|w| w.receipt.delayed);
+            let transaction = Transaction { xid: row.get(0), pid: row.get(1), written, delayed };
+            Ok((transaction, receipts))
+        }
         None => Err(Failure::Other(Error::new(ErrorKind::Database, "the transaction has no id"))),
     }
 }
@@ -102,7 +111,13 @@ fn failure(error: tokio_postgres::Error) -> Failure {
     if db.is_some_and(|db| *db.code() == SqlState::CHECK_VIOLATION && db.constraint().is_none()) {
         return Failure::OutOfPartitions(error);
     }
-    if db.is_some_and(|db| *db.code() == SqlState::UNDEFINED_TABLE) {
+    // Large batches with the same keys, or a server that is stricter by default.
+    let again = [SqlState::T_R_DEADLOCK_DETECTED, SqlState::T_R_SERIALIZATION_FAILURE];
+    if db.is_some_and(|db| again.contains(db.code())) {
+        return Failure::Lost(Error::from_driver(error, DOING));
+    }
+    let gone = [SqlState::UNDEFINED_TABLE, SqlState::UNDEFINED_FUNCTION];
+    if db.is_some_and(|db| gone.contains(db.code())) {
         let gone =
             Error::new(ErrorKind::UnknownStream, "the stream was dropped").with_source(error);
         return Failure::Other(gone);

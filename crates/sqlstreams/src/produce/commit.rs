@@ -28,15 +28,29 @@ const RESOLVE_LIMIT: Duration = Duration::from_secs(10);
 const TERMINATE_AFTER: Duration = Duration::from_secs(5);
 /// So long it is tried to find out.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(60);
+/// Delayed messages that are due before this are told of.
+const SOON: Duration = Duration::from_secs(3);
 /// All rows were stored or none, so that a few tell.
 const SAMPLE: usize = 1_000;
 
-/// A transaction that wrote messages and was not committed yet.
+/// A transaction that was not committed yet, and the messages that it stores.
 #[derive(Debug)]
 pub(super) struct Transaction {
     pub(super) xid: String,
     pub(super) pid: i32,
     pub(super) written: Vec<Written>,
+    /// Those that are not due yet.
+    pub(super) delayed: Vec<Written>,
+}
+
+impl Transaction {
+    /// Consumers look for delayed messages about once a second: what is due sooner is told.
+    fn tell_of_delayed(&self, stream: &StreamInner) {
+        let due = self.delayed.iter().filter_map(|written| written.delayed).map(|by| by.due_in);
+        if due.min().is_some_and(|due| due < SOON) {
+            stream.delayed_some();
+        }
+    }
 }
 
 /// How a commit ended, once that is certain.
@@ -66,6 +80,7 @@ pub(super) async fn commit(
         Ok(Ok(Ok(()))) => {
             committing.detach();
             stream.committed(rings);
+            transaction.tell_of_delayed(stream);
             return Ok(Committed::Stored);
         }
         Ok(Ok(Err(error))) => {
@@ -87,6 +102,10 @@ pub(super) async fn commit(
     };
     drop(committing);
     stream.client.forget_idle_connections();
+    if transaction.written.is_empty() && transaction.delayed.is_empty() {
+        // All were duplicates of what others have committed.
+        return Ok(Committed::Stored);
+    }
     tracing::info!(
         stream = stream.name,
         error = &lost as &dyn std::error::Error,
@@ -95,6 +114,7 @@ pub(super) async fn commit(
     match resolve(stream, transaction).await? {
         true => {
             stream.committed(false);
+            transaction.tell_of_delayed(stream);
             Ok(Committed::Stored)
         }
         false => Ok(Committed::Lost(lost)),
@@ -167,8 +187,11 @@ enum Answer {
 
 async fn ask(stream: &StreamInner, transaction: &Transaction, terminate: bool) -> Result<Answer> {
     const DOING: &str = "find out whether the messages were stored";
-    let sample = || transaction.written.iter().take(SAMPLE);
-    let ids: Vec<i64> = sample().map(|written| written.id).collect();
+    // One that is delayed is in the log by now, perhaps, or cancelled: where there is no other, its witness tells.
+    let first = transaction.delayed.first().filter(|_| transaction.written.is_empty());
+    let witness = first.and_then(|written| written.delayed).map(|by| by.witness).unzip();
+    let sample = || transaction.written.iter().chain(first).take(SAMPLE);
+    let ids: Vec<i64> = sample().map(|written| written.receipt.id).collect();
     let produced_at: Vec<SystemTime> = sample().map(|written| written.produced_at).collect();
     let query = &stream.client.inner.queries.resolve_commit;
     let asked = within(
@@ -179,7 +202,16 @@ async fn ask(stream: &StreamInner, transaction: &Transaction, terminate: bool) -
                 &connection,
                 BEGIN,
                 query,
-                &[&stream.id, &transaction.xid, &transaction.pid, &ids, &produced_at, &terminate],
+                &[
+                    &stream.id,
+                    &transaction.xid,
+                    &transaction.pid,
+                    &ids,
+                    &produced_at,
+                    &terminate,
+                    &witness.0,
+                    &witness.1,
+                ],
             )
             .await
             .map_err(|e| Error::from_driver(e, DOING))?;

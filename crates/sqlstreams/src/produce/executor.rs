@@ -1,37 +1,51 @@
 //! The caller's connection or transaction, as something that a message can be inserted with.
 
 use std::future::Future;
-use std::time::SystemTime;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
 
+use tokio_postgres::Row;
 use tokio_postgres::types::{ToSql, Type};
 
+use super::keys;
+use super::receipt::{Duplicate, Receipt};
 use crate::error::{Error, Result};
-use crate::message::Encoded;
+use crate::message::{Encoded, When};
 use crate::payload::Payload;
+use crate::queries::Query;
 use crate::stream::StreamInner;
 
 /// Connections and transactions that [`Stream::send_in`](crate::Stream::send_in) can insert with.
 ///
 /// Implemented here for the types of tokio-postgres 0.7; not meant to be implemented elsewhere.
 pub trait Executor: sealed::Sealed + Sync {
-    /// Inserts a batch and returns its ids, in order.
+    /// Inserts a batch and returns what became of each message, in order.
     #[doc(hidden)]
-    fn insert(&self, batch: Batch<'_>) -> impl Future<Output = Result<Vec<i64>>> + Send;
+    fn insert(&self, batch: Batch<'_>) -> impl Future<Output = Result<Vec<Receipt>>> + Send;
 }
 
 /// Messages on their way into one stream's log.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
 pub struct Batch<'a> {
-    pub(crate) stream: &'a StreamInner,
+    pub(crate) stream: &'a Arc<StreamInner>,
     pub(crate) messages: &'a [Encoded],
 }
 
-/// A row of the log. The two together tell it from every other, also from one that got the same id after a crash.
+/// What became of a message. Of one that was stored, its id and the time together tell it from every other, also from one that
+/// got the same id after a crash.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Written {
-    pub(crate) id: i64,
+    pub(crate) receipt: Receipt,
     pub(crate) produced_at: SystemTime,
+    pub(crate) delayed: Option<DelayedBy>,
+}
+
+/// Of a message that is delayed: for how long, and the row by which its transaction is told.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DelayedBy {
+    pub(crate) due_in: Duration,
+    pub(crate) witness: (i64, i64),
 }
 
 mod sealed {
@@ -42,23 +56,26 @@ impl sealed::Sealed for tokio_postgres::Client {}
 impl sealed::Sealed for tokio_postgres::Transaction<'_> {}
 
 impl Executor for tokio_postgres::Client {
-    async fn insert(&self, batch: Batch<'_>) -> Result<Vec<i64>> {
-        ids(batch.insert(self).await)
+    async fn insert(&self, batch: Batch<'_>) -> Result<Vec<Receipt>> {
+        batch.insert_in(self).await
     }
 }
 
 impl Executor for tokio_postgres::Transaction<'_> {
-    async fn insert(&self, batch: Batch<'_>) -> Result<Vec<i64>> {
-        ids(batch.insert(self.client()).await)
+    async fn insert(&self, batch: Batch<'_>) -> Result<Vec<Receipt>> {
+        batch.insert_in(self.client()).await
     }
 }
 
-fn ids(written: Result<Vec<Written>, tokio_postgres::Error>) -> Result<Vec<i64>> {
-    let written = written.map_err(|e| Error::from_driver(e, "produce"))?;
-    Ok(written.into_iter().map(|written| written.id).collect())
-}
-
 impl Batch<'_> {
+    /// In a transaction of the caller's.
+    async fn insert_in(&self, connection: &tokio_postgres::Client) -> Result<Vec<Receipt>> {
+        let written =
+            self.insert(connection).await.map_err(|e| Error::from_driver(e, "produce"))?;
+        keys::look_after(self.stream, self.messages);
+        Ok(written.into_iter().map(|written| written.receipt).collect())
+    }
+
     /// One statement, whatever the number of messages.
     pub(crate) async fn insert(
         &self,
@@ -70,11 +87,73 @@ impl Batch<'_> {
         let headers: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.headers.as_deref()).collect();
         let payloads: Vec<&Payload> = self.messages.iter().map(|m| &m.payload).collect();
-        let insert = &self.stream.queries.insert;
-        let types = insert.types.iter().cloned().chain([self.stream.payload_type.array_type()]);
-        let params: [&(dyn ToSql + Sync); 4] = [&keys, &routing_keys, &headers, &payloads];
-        let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.into_iter().zip(types).collect();
-        let rows = connection.query_typed(&insert.sql, &typed).await?;
-        Ok(rows.iter().map(|row| Written { id: row.get(0), produced_at: row.get(1) }).collect())
+        let mut params: Vec<&(dyn ToSql + Sync)> = vec![&keys, &routing_keys, &headers];
+        let queries = &self.stream.queries;
+        if self.messages.iter().all(Encoded::is_plain) {
+            params.push(&payloads);
+            let rows = self.send(connection, &queries.insert, &params).await?;
+            let stored = |row: &Row| Written {
+                receipt: Receipt { id: row.get(0), delayed: false, duplicate: None },
+                produced_at: row.get(1),
+                delayed: None,
+            };
+            return Ok(rows.iter().map(stored).collect());
+        }
+        let idempotency_keys: Vec<Option<&str>> =
+            self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
+        let (deliver_at, delays) = times(self.messages, |m| m.deliver);
+        let (expires_at, expires_in) = times(self.messages, |m| m.expires);
+        let more: [&(dyn ToSql + Sync); 6] =
+            [&idempotency_keys, &deliver_at, &delays, &expires_at, &expires_in, &payloads];
+        params.extend(more);
+        let rows = self.send(connection, &queries.produce, &params).await?;
+        let written = |row: &Row| Written {
+            receipt: Receipt {
+                id: row.get(0),
+                delayed: row.get(4),
+                duplicate: row.get::<_, bool>(2).then(|| match row.get(3) {
+                    false => Duplicate::SamePayload,
+                    true => Duplicate::OtherPayload,
+                }),
+            },
+            produced_at: row.get(1),
+            delayed: row.get::<_, bool>(4).then(|| DelayedBy {
+                due_in: milliseconds(row.get(5)),
+                witness: (row.get(6), row.get(7)),
+            }),
+        };
+        Ok(rows.iter().map(written).collect())
     }
+
+    /// The payloads come last: their type is the stream's.
+    async fn send(
+        &self,
+        connection: &tokio_postgres::Client,
+        query: &Query,
+        params: &[&(dyn ToSql + Sync)],
+    ) -> Result<Vec<Row>, tokio_postgres::Error> {
+        let types = query.types.iter().cloned().chain([self.stream.payload_type.array_type()]);
+        let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.iter().copied().zip(types).collect();
+        connection.query_typed(&query.sql, &typed).await
+    }
+}
+
+/// As columns, which are empty where no message has any: times, or seconds.
+fn times(
+    messages: &[Encoded],
+    of: impl Fn(&Encoded) -> Option<When>,
+) -> (Vec<Option<SystemTime>>, Vec<Option<f64>>) {
+    if messages.iter().all(|message| of(message).is_none()) {
+        return (Vec::new(), Vec::new());
+    }
+    let when = || messages.iter().map(&of);
+    (
+        when().map(|w| w.and_then(When::at)).collect(),
+        when().map(|w| w.and_then(When::after)).collect(),
+    )
+}
+
+/// A span that may be over already, or not there at all.
+fn milliseconds(number: Option<i64>) -> Duration {
+    Duration::from_millis(number.and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default())
 }

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 use tokio_postgres::types::ToSql;
 
 use super::attempt::{AGAIN, Failure, INSERT_LIMIT, attempt, trouble};
+use super::keys;
+use super::receipt::Receipt;
 use crate::backoff::Backoff;
 use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
@@ -19,19 +21,11 @@ pub(crate) const STATEMENT_BYTES: usize = 8 * 1024 * 1024;
 
 /// So long after a connection first broke new ones are tried.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// So many commits of one batch may be lost before the error is reported.
+/// So many transactions of one batch may be lost before the error is reported.
 const MOST_LOST: u32 = 10;
 
 /// So many times room is made for one batch.
 const MOST_ROOM: u32 = 6;
-
-/// Where a message was stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Receipt {
-    /// Its id in the stream.
-    pub id: i64,
-}
 
 /// A message of a batch that the stream cannot store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,9 +37,12 @@ pub struct InvalidMessage {
     pub reason: String,
 }
 
-/// Inserts all messages in one transaction and returns their ids in order. When messages are refused, the error says which
+/// Inserts all messages in one transaction and returns what became of each, in order. When messages are refused, the error says which
 /// is the first.
-pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> Result<Vec<i64>> {
+pub(crate) async fn insert(
+    stream: &Arc<StreamInner>,
+    messages: &[Encoded],
+) -> Result<Vec<Receipt>> {
     let error = match insert_unchecked(stream, messages).await {
         Err(error) if error.may_be_a_message() => error,
         result => return result,
@@ -61,7 +58,7 @@ pub(crate) async fn insert(stream: &Arc<StreamInner>, messages: &[Encoded]) -> R
 pub(crate) async fn insert_unchecked(
     stream: &Arc<StreamInner>,
     messages: &[Encoded],
-) -> Result<Vec<i64>> {
+) -> Result<Vec<Receipt>> {
     if messages.is_empty() {
         return Ok(Vec::new());
     }
@@ -80,11 +77,12 @@ pub(crate) async fn insert_unchecked(
             result => result,
         };
         match result {
-            Ok(ids) => {
-                if let Some(last) = ids.last() {
-                    partitions::look_after(stream, *last);
+            Ok(receipts) => {
+                if let Some(last) = receipts.iter().rfind(|r| !r.is_duplicate() && !r.delayed) {
+                    partitions::look_after(stream, last.id);
                 }
-                return Ok(ids);
+                keys::look_after(stream, messages);
+                return Ok(receipts);
             }
             Err(Failure::Trouble(error)) => {
                 stream.client.forget_idle_connections();
@@ -194,7 +192,15 @@ mod tests {
     use crate::payload::Payload;
 
     fn message(bytes: usize) -> Encoded {
-        Encoded { key: None, routing_key: None, headers: None, payload: Payload(vec![b'x'; bytes]) }
+        Encoded {
+            key: None,
+            routing_key: None,
+            headers: None,
+            payload: Payload(vec![b'x'; bytes]),
+            idempotency_key: None,
+            deliver: None,
+            expires: None,
+        }
     }
 
     #[test]

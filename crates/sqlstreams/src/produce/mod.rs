@@ -5,10 +5,14 @@ mod commit;
 mod connection;
 mod executor;
 mod insert;
+mod keys;
 mod producer;
+mod receipt;
 mod send;
 
 pub use self::executor::Executor;
-pub use self::insert::{InvalidMessage, Receipt};
+pub use self::insert::InvalidMessage;
+pub(crate) use self::keys::Keys;
 pub use self::producer::Producer;
+pub use self::receipt::{Duplicate, Receipt};
 pub use self::send::{SendBuilder, SendInBuilder};

@@ -2,7 +2,8 @@
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::insert::{self, InvalidMessage, Receipt, STATEMENT_BYTES, STATEMENT_MESSAGES};
+use super::insert::{self, InvalidMessage, STATEMENT_BYTES, STATEMENT_MESSAGES};
+use super::receipt::Receipt;
 use super::send::SendBuilder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Encoded, Outgoing};
@@ -62,7 +63,7 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
     /// # Errors
     /// A message that cannot be stored, and whatever keeps the database from storing it. After
     /// [`CommitUnknown`](ErrorKind::CommitUnknown) it may or may not be stored: the connection broke during the commit, and
-    /// what became of that could not be found out. So it may after [`Closed`](ErrorKind::Closed), when the runtime that the
+    /// what became of that could not be found out. With an [idempotency key](Outgoing::idempotency_key) it can be sent again. So it may after [`Closed`](ErrorKind::Closed), when the runtime that the
     /// producer was made in shuts down. After every other error it is not stored.
     ///
     /// # Cancellation
@@ -73,6 +74,7 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
     }
 
     /// Sends any number of messages in one transaction: all are stored, or none. Returns where, in order.
+    /// [Duplicates](Outgoing::idempotency_key) are no obstacle: their receipts say so.
     ///
     /// # Errors
     /// As [`send`](Self::send); when a message cannot be stored, [`place`](Error::place) says which.
@@ -86,8 +88,7 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
         I: IntoIterator<Item = Outgoing<'a, T>>,
     {
         let encoded = self.encode_all(messages)?;
-        let ids = insert::insert(&self.stream.inner, &encoded).await?;
-        Ok(ids.into_iter().map(|id| Receipt { id }).collect())
+        insert::insert(&self.stream.inner, &encoded).await
     }
 
     /// Which of these messages the stream cannot store, and why. Stores nothing.
@@ -169,10 +170,10 @@ async fn send_batch<T, C>(
 ) {
     while !messages.is_empty() {
         let error = match insert::insert_unchecked(&stream.inner, &messages).await {
-            Ok(ids) => {
-                for (id, reply) in ids.into_iter().zip(replies) {
+            Ok(receipts) => {
+                for (receipt, reply) in receipts.into_iter().zip(replies) {
                     // A caller that went away does not want to know.
-                    let _ = reply.send(Ok(Receipt { id }));
+                    let _ = reply.send(Ok(receipt));
                 }
                 return;
             }

@@ -2,10 +2,11 @@
 
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
+use std::time::{Duration, SystemTime};
 
 use super::executor::{Batch, Executor};
-use super::insert::Receipt;
 use super::producer::Producer;
+use super::receipt::Receipt;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Headers, Outgoing};
 use crate::payload::{Codec, Json};
@@ -43,6 +44,36 @@ macro_rules! metadata {
         /// Headers.
         pub fn headers(mut self, headers: Headers) -> Self {
             self.message = self.message.headers(headers);
+            self
+        }
+
+        /// Keeps the message back for so long. See [`Outgoing::delay`].
+        pub fn delay(mut self, delay: Duration) -> Self {
+            self.message = self.message.delay(delay);
+            self
+        }
+
+        /// Keeps the message back until then, by the database's clock. See [`Outgoing::deliver_at`].
+        pub fn deliver_at(mut self, at: SystemTime) -> Self {
+            self.message = self.message.deliver_at(at);
+            self
+        }
+
+        /// After so long nobody gets the message any more. See [`Outgoing::expires_in`].
+        pub fn expires_in(mut self, time: Duration) -> Self {
+            self.message = self.message.expires_in(time);
+            self
+        }
+
+        /// From then on nobody gets the message any more. See [`Outgoing::expires_at`].
+        pub fn expires_at(mut self, at: SystemTime) -> Self {
+            self.message = self.message.expires_at(at);
+            self
+        }
+
+        /// What the message is known by: the stream stores it once. See [`Outgoing::idempotency_key`].
+        pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
+            self.message = self.message.idempotency_key(key);
             self
         }
     };
@@ -85,12 +116,12 @@ where
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
             let message = self.message.encode::<C>(self.stream.inner.payload_type)?;
-            let ids = self
+            let receipts = self
                 .executor
                 .insert(Batch { stream: &self.stream.inner, messages: &[message] })
                 .await?;
-            match ids.as_slice() {
-                &[id] => Ok(Receipt { id }),
+            match receipts.as_slice() {
+                &[receipt] => Ok(receipt),
                 _ => Err(Error::new(ErrorKind::Database, "not exactly one id came back")),
             }
         })
@@ -109,7 +140,9 @@ impl<T, C: Codec<T>> Stream<T, C> {
     /// # Ok(()) }
     /// ```
     ///
-    /// An open transaction holds back the messages that others produce after it until it ends, so keep it short.
+    /// An open transaction holds back the messages that others produce after it until it ends, so keep it short. It holds up, too,
+    /// whoever sends with the same [idempotency key](Outgoing::idempotency_key). Of two transactions that send with the same keys in
+    /// several statements each, in different order, the database ends one as deadlocked (SQLSTATE 40P01): run that again.
     ///
     /// # Errors
     /// A message that cannot be stored, or the database's: the transaction is aborted then, as after any failed statement.
@@ -141,7 +174,6 @@ impl<T, C: Codec<T>> Stream<T, C> {
             .into_iter()
             .map(|m| m.encode::<C>(self.inner.payload_type))
             .collect::<Result<Vec<_>>>()?;
-        let ids = executor.insert(Batch { stream: &self.inner, messages: &messages }).await?;
-        Ok(ids.into_iter().map(|id| Receipt { id }).collect())
+        executor.insert(Batch { stream: &self.inner, messages: &messages }).await
     }
 }

@@ -1,13 +1,15 @@
 //! The watcher's task, one per client: it looks for work in one statement for all groups that are due or nearly, and judges
 //! owners that died. A look costs the database about as much as it finds out.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
+use super::delayed::Delayed;
 use super::session::{Life, Session};
 use super::watcher::{BUSY, Group, PACE, Seen, TROUBLE, Watcher};
 use crate::backoff::{Backoff, jitter};
@@ -96,18 +98,27 @@ impl<'a> Looking<'a> {
         #[cfg(test)]
         self.client.inner.faults.strike(crate::supervision::Task::Watcher);
         self.connect().await?;
+        let delayed = &self.watcher.delayed;
         for stream in self.watcher.rung.take() {
+            if self.watcher.watched().iter().any(|group| group.stream == -stream) {
+                delayed.ring(-stream);
+            }
             for group in self.watcher.watched().iter().filter(|g| g.stream == stream) {
                 group.ring();
             }
         }
         let now = Instant::now();
         let watched = self.watcher.watched();
-        let next = watched.iter().map(|group| group.state().due()).min();
+        Delayed::move_due(self.client);
+        let next = match delayed.is_rung() {
+            true => Some(now),
+            false => watched.iter().map(|group| group.state().due()).min(),
+        };
         match next {
             Some(next) if next.max(self.rested) <= now => self.look(&watched, now).await,
             _ => {
                 let next = next.map_or(now + PACE.1, |next| next.max(self.rested));
+                let next = delayed.next().map_or(next, |due| due.min(next));
                 tokio::select! {
                     () = self.watcher.rung.news.notified() => {}
                     () = tokio::time::sleep_until(next.into()) => {}
@@ -166,7 +177,22 @@ impl<'a> Looking<'a> {
             }
         }
         let judge = self.life.filter(Life::may_judge).map(|life| life.owner);
-        let looks = self.ask([&streams, &groups, &known, &due_from, &full, &judge]).await?;
+        let delayed = &self.watcher.delayed;
+        delayed.keep(&watched.iter().map(|group| group.stream).collect());
+        let in_full: BTreeSet<i64> = streams
+            .iter()
+            .zip(&full)
+            .filter(|(_, full)| **full)
+            .map(|(stream, _)| *stream)
+            .collect();
+        let (of_streams, from) = delayed.to_look_at(&in_full);
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&streams, &groups, &known, &due_from, &full, &judge, &of_streams, &from];
+        let (looks, due) = self.ask(params).await?;
+        for stream in of_streams {
+            let due = due.iter().find(|(of, _)| *of == stream);
+            delayed.seen(stream, due.map(|(_, due_in)| *due_in));
+        }
         self.rested = Instant::now() + (now.elapsed() * SHARE).min(PACE.1);
 
         // The same for all, so that those that are idle are looked at together again.
@@ -243,15 +269,16 @@ impl<'a> Looking<'a> {
         Ok(())
     }
 
-    async fn ask(&self, params: [&(dyn ToSql + Sync); 6]) -> Result<Vec<Look>> {
+    /// What is to be said of groups, and of which streams delayed messages are due in so many milliseconds.
+    async fn ask(&self, params: [&(dyn ToSql + Sync); 8]) -> Result<(Vec<Look>, Vec<(i64, i64)>)> {
         let doing = "look for messages";
         let query = &self.client.inner.queries.watch;
         let session = self.watcher.session.lock().await;
         let session = session.as_ref().filter(|session| !session.is_broken());
         // Only the session has to be what it was.
         let backend = session.and_then(|session| session.life).map(|life| life.backend);
-        let [streams, groups, known, due_from, full, judge] = params;
-        let params = &[streams, groups, known, due_from, full, judge, &backend];
+        let [streams, groups, known, due_from, full, judge, of_streams, from] = params;
+        let params = &[streams, groups, known, due_from, full, judge, &backend, of_streams, from];
         let rows = match session {
             Some(session) => {
                 let rows = session.read(query, params, doing).await;
@@ -269,8 +296,11 @@ impl<'a> Looking<'a> {
             None => self.client.ask(query, params, doing).await,
         };
         let rows = rows?;
-        Ok(rows
+        let stream = |row: &Row| row.get::<_, Option<i64>>(11);
+        let due = rows.iter().filter_map(|row| Some((stream(row)?, row.get(12)))).collect();
+        let looks = rows
             .iter()
+            .filter(|row| stream(row).is_none())
             .map(|row| Look {
                 group: row.get(0),
                 gone: row.get(1),
@@ -288,7 +318,8 @@ impl<'a> Looking<'a> {
                 others: row.get::<_, Option<Vec<i64>>>(9).is_some_and(|owners| !owners.is_empty()),
                 missing: row.get(10),
             })
-            .collect())
+            .collect();
+        Ok((looks, due))
     }
 
     async fn expire(&self, group: &Group, owner: i64) -> Result<bool> {

@@ -10,6 +10,7 @@
 //! ```
 
 mod bell;
+mod delayed;
 mod looking;
 mod session;
 mod watcher;

@@ -39,7 +39,8 @@ const SETTINGS: &[&str] = &[
     "SET tcp_user_timeout = '20s'",
 ];
 
-/// The streams that were rung for and not looked at yet.
+/// The streams that were rung for and not looked at yet. Those of delayed messages, which are rung for when they were sent and are due
+/// soon, have the stream's number below zero.
 #[derive(Debug, Default)]
 pub(crate) struct Rung {
     streams: Mutex<BTreeSet<i64>>,

@@ -11,6 +11,7 @@ use futures_util::FutureExt;
 use tokio::sync::{Notify, watch};
 use tokio_postgres::types::ToSql;
 
+use super::delayed::Delayed;
 use super::looking::Looking;
 use super::session::{Rung, Session};
 use crate::backoff::jitter;
@@ -60,6 +61,7 @@ pub(crate) struct Watcher {
     pub(super) listen: AtomicBool,
     pub(super) groups: Mutex<Groups>,
     pub(super) rung: Arc<Rung>,
+    pub(super) delayed: Delayed,
     /// For looks, and for heartbeats.
     pub(super) session: tokio::sync::Mutex<Option<Session>>,
     /// As what this process is known; changes whenever the session does.
@@ -127,6 +129,7 @@ impl Watcher {
             listen: AtomicBool::new(listen),
             groups: Mutex::default(),
             rung: Arc::default(),
+            delayed: Delayed::default(),
             session: tokio::sync::Mutex::default(),
             life: watch::Sender::new(None),
             connected: watch::Sender::new(false),

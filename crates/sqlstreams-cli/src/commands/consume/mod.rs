@@ -229,7 +229,7 @@ fn tell(
     consumed: &Consumed,
     dead: i64,
 ) {
-    let Consumed { handled, failed, dead_at_once, .. } = *consumed;
+    let Consumed { handled, failed, dead_at_once, expired, .. } = *consumed;
     let failed = failed + dead_at_once;
     let mut stderr = anstream::stderr().lock();
     // Whether anybody reads it is not our concern.
@@ -239,11 +239,16 @@ fn tell(
             "group": args.group,
             "handled": handled,
             "failed_attempts": failed,
+            "expired": expired,
             "dead": dead,
             "seconds": progress.seconds(),
         });
         writeln!(stderr, "{}", json!({ "summary": summary }))
     } else {
+        let expired = match expired {
+            0 => String::new(),
+            expired => format!(", {} expired", thousands(expired)),
+        };
         let more = match (failed, dead.unsigned_abs()) {
             (0, 0) => String::new(),
             (failed, 0) => format!(", {}", counted(failed, "failed attempt")),
@@ -255,7 +260,7 @@ fn tell(
         };
         writeln!(
             stderr,
-            "group {:?}: {} handled{more}, in {:.1} s ({}/s)",
+            "group {:?}: {} handled{expired}{more}, in {:.1} s ({}/s)",
             args.group,
             thousands(handled),
             progress.seconds(),

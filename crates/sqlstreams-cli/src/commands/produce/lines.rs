@@ -22,9 +22,15 @@ pub(super) struct Input {
     pub(super) file: Option<File>,
     /// Lines per batch.
     pub(super) batch: usize,
-    pub(super) key_field: Option<String>,
+    pub(super) fields: Fields,
     /// Whether lines of blanks are no messages.
     pub(super) skip_blank: bool,
+}
+
+/// From which fields of its JSON a message's keys are taken.
+pub(super) struct Fields {
+    pub(super) key: Option<String>,
+    pub(super) idempotency_key: Option<String>,
 }
 
 /// A line of the input.
@@ -34,6 +40,7 @@ pub(super) struct Line {
     pub(super) number: u64,
     pub(super) payload: Vec<u8>,
     pub(super) key: Option<String>,
+    pub(super) idempotency_key: Option<String>,
     /// Why it cannot be sent, when that is known already.
     pub(super) invalid: Option<String>,
 }
@@ -101,21 +108,22 @@ fn read_all<R: Read>(
 
 fn line(number: u64, payload: Vec<u8>, length: u64, input: &Input) -> Line {
     let too_long = length > MAX_PAYLOAD_BYTES as u64 + 1 || payload.len() > MAX_PAYLOAD_BYTES;
-    let (key, invalid) = match &input.key_field {
-        _ if too_long => (
-            None,
-            Some(format!(
-                "a payload of {} bytes is above the limit of {MAX_PAYLOAD_BYTES} bytes (64 MiB)",
-                length.saturating_sub(1)
-            )),
-        ),
-        Some(field) => match key::find(&payload, field) {
-            Ok(key) => (Some(key), None),
-            Err(reason) => (None, Some(reason)),
-        },
-        None => (None, None),
-    };
-    Line { number, payload, key, invalid }
+    let mut line = Line { number, payload, key: None, idempotency_key: None, invalid: None };
+    if too_long {
+        line.invalid = Some(format!(
+            "a payload of {} bytes is above the limit of {MAX_PAYLOAD_BYTES} bytes (64 MiB)",
+            length.saturating_sub(1)
+        ));
+        return line;
+    }
+    let Fields { key, idempotency_key } = &input.fields;
+    for (field, value) in [(key, &mut line.key), (idempotency_key, &mut line.idempotency_key)] {
+        match field.as_ref().map(|field| key::find(&line.payload, field)).transpose() {
+            Ok(found) => *value = found,
+            Err(reason) => line.invalid = Some(reason),
+        }
+    }
+    line
 }
 
 /// Reads a line without its line feed, at most `most` + 1 bytes of it: what is longer is read but not kept. Returns how

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use serde_json::json;
@@ -20,8 +21,8 @@ use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::values;
 
-use self::lines::Input;
-use self::send::{Sender, Sent};
+use self::lines::{Fields, Input};
+use self::send::{Options, Sender, Sent};
 
 const AFTER_HELP: &str = "\
 Each line is the payload of one message, byte for byte without its line feed. Lines of blanks are
@@ -33,11 +34,20 @@ A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
     64 MiB, no key where --key-field wants one) is an error that names it: its batch is refused,
     earlier batches stay, later lines are not sent.
   - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
+With --idempotency-key-field a line whose key was sent before, within the stream's window (see
+`stream alter`), is a duplicate: it is not stored again, and counted. So the same file may be sent
+again and again until all of it is stored. A duplicate with another payload is told on stderr.
+With --delay or --deliver-at the messages wait (`delayed list`) and get their ids when they are due,
+by the database's clock.
+With --expires-in, counted from when they are due, or --expires-at, consumers pass over the messages
+after that, and count them as expired.
 After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
 
 Examples:
   sqlstreams produce orders orders.ndjson
   jq -c '.[]' orders.json | sqlstreams produce orders --key-field customer
+  sqlstreams produce orders orders.ndjson --idempotency-key-field order_id
+  echo '{\"remind\": 42}' | sqlstreams produce reminders --delay 1h
   tail -F app.log | sqlstreams produce logs --create --payload-type text
   sqlstreams produce orders dump.ndjson --skip-invalid 2> bad-lines.txt";
 
@@ -55,6 +65,23 @@ pub(crate) struct ProduceArgs {
     /// Take each message's key from this field of its JSON object: a string or a number
     #[arg(long, value_name = "FIELD")]
     key_field: Option<String>,
+    /// Take each message's idempotency key from this field: the stream stores each key once
+    #[arg(long, value_name = "FIELD")]
+    idempotency_key_field: Option<String>,
+    /// Keep the messages back for so long
+    #[arg(long, value_name = "DURATION", conflicts_with = "deliver_at",
+          value_parser = values::duration_or_none)]
+    delay: Option<Duration>,
+    /// Keep the messages back until this time: 2026-03-01T12:00:00Z
+    #[arg(long, value_name = "TIME", value_parser = values::time)]
+    deliver_at: Option<SystemTime>,
+    /// After so long nobody gets the messages any more
+    #[arg(long, value_name = "DURATION", conflicts_with = "expires_at",
+          value_parser = values::duration)]
+    expires_in: Option<Duration>,
+    /// From this time on nobody gets the messages any more
+    #[arg(long, value_name = "TIME", value_parser = values::time)]
+    expires_at: Option<SystemTime>,
     /// Report lines that cannot be stored on stderr and go on
     #[arg(long)]
     skip_invalid: bool,
@@ -75,12 +102,20 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
     let input = Input {
         file,
         batch: args.batch,
-        key_field: args.key_field,
+        fields: Fields { key: args.key_field, idempotency_key: args.idempotency_key_field },
         skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
     };
     // Not between lines that are being typed.
     let progress = Progress::new(context, size, "lines").hidden_if(is_typed);
-    let mut sender = Sender::new(&stream, &progress, args.skip_invalid, context.json());
+    let options = Options {
+        delay: args.delay,
+        deliver_at: args.deliver_at,
+        expires_in: args.expires_in,
+        expires_at: args.expires_at,
+        skip_invalid: args.skip_invalid,
+        json: context.json(),
+    };
+    let mut sender = Sender::new(&stream, &progress, options);
     let result = sender.send(input, &signals.stop).await;
     progress.clear();
     let sent = sender.sent;
@@ -144,7 +179,7 @@ async fn open_or_create(
 
 /// The error, with what a person needs to go on after it.
 fn with_progress(error: anyhow::Error, sent: &Sent) -> Failure {
-    let stored = match sent.stored {
+    let stored = match sent.stored + sent.delayed {
         0 => "Nothing was stored.".to_owned(),
         stored => format!(
             "{} stored before; go on from line {}.",
@@ -172,6 +207,9 @@ fn tell(
         return print_json(&json!({
             "stream": stream.name(),
             "stored": sent.stored,
+            "delayed": sent.delayed,
+            "duplicates": sent.duplicates,
+            "conflicts": sent.conflicts,
             "skipped": sent.skipped,
             "blank": sent.blank,
             "first_id": sent.ids.map(|ids| ids.0),
@@ -187,6 +225,15 @@ fn tell(
             progress.seconds(),
             thousands(progress.rate(sent.stored))
         );
+    }
+    if sent.delayed > 0 {
+        line += &format!("; {} delayed", counted(sent.delayed, "line"));
+    }
+    if sent.duplicates > 0 {
+        line += &format!("; {}", counted(sent.duplicates, "duplicate"));
+    }
+    if sent.conflicts > 0 {
+        line += &format!(", {} of them with another payload", thousands(sent.conflicts));
     }
     if sent.skipped > 0 {
         line += &format!("; {} skipped", thousands(sent.skipped));

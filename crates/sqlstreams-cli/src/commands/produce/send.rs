@@ -2,9 +2,11 @@
 //! "before".
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use sqlstreams::{Bytes, CancellationToken, ErrorKind, Outgoing, Producer, Receipt, Stream};
+use sqlstreams::{
+    Bytes, CancellationToken, Duplicate, ErrorKind, Outgoing, Producer, Receipt, Stream,
+};
 use tokio::time::{Instant, timeout_at};
 
 use crate::failure::Failure;
@@ -20,6 +22,11 @@ const LINGER: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) stored: u64,
+    /// Lines that were put off.
+    pub(super) delayed: u64,
+    /// Lines whose idempotency key was sent before, and those of them whose payload differs.
+    pub(super) duplicates: u64,
+    pub(super) conflicts: u64,
     /// Invalid lines that were left out.
     pub(super) skipped: u64,
     pub(super) blank: u64,
@@ -31,11 +38,36 @@ pub(super) struct Sent {
     pub(super) cut_short: bool,
 }
 
+impl Default for Sent {
+    fn default() -> Self {
+        Self {
+            stored: 0,
+            delayed: 0,
+            duplicates: 0,
+            conflicts: 0,
+            skipped: 0,
+            blank: 0,
+            ids: None,
+            next_line: 1,
+            cut_short: false,
+        }
+    }
+}
+
+/// How to send.
+pub(super) struct Options {
+    pub(super) delay: Option<Duration>,
+    pub(super) deliver_at: Option<SystemTime>,
+    pub(super) expires_in: Option<Duration>,
+    pub(super) expires_at: Option<SystemTime>,
+    pub(super) skip_invalid: bool,
+    pub(super) json: bool,
+}
+
 pub(super) struct Sender<'a> {
     producer: Producer<Vec<u8>, Bytes>,
     progress: &'a Progress,
-    skip_invalid: bool,
-    json: bool,
+    options: Options,
     /// Lines that were read and not sent, and what they weigh.
     waiting: VecDeque<Line>,
     waiting_bytes: usize,
@@ -47,20 +79,16 @@ impl<'a> Sender<'a> {
     pub(super) fn new(
         stream: &Stream<Vec<u8>, Bytes>,
         progress: &'a Progress,
-        skip_invalid: bool,
-        json: bool,
+        options: Options,
     ) -> Self {
-        let sent =
-            Sent { stored: 0, skipped: 0, blank: 0, ids: None, next_line: 1, cut_short: false };
         Self {
             producer: stream.producer(),
             progress,
-            skip_invalid,
-            json,
+            options,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             read_bytes: 0,
-            sent,
+            sent: Sent::default(),
         }
     }
 
@@ -135,35 +163,66 @@ impl<'a> Sender<'a> {
     async fn send_batch(&mut self, mut batch: Vec<Line>) -> anyhow::Result<()> {
         let last = batch.last().map_or(self.sent.next_line, |line| line.number);
         if let Some(line) = batch.iter().find(|line| line.invalid.is_some())
-            && !self.skip_invalid
+            && !self.options.skip_invalid
         {
             let reason = line.invalid.clone().unwrap_or_default();
             return Err(refused(line.number, &reason).into());
         }
         self.skip(&mut batch);
-        let receipts = match self.producer.send_all(batch.iter().map(outgoing)).await {
-            Err(error) if is_refusal(error.kind()) => match self.skip_invalid {
-                true => self.send_valid(batch).await?,
+        let receipts = match self
+            .producer
+            .send_all(batch.iter().map(|line| self.options.outgoing(line)))
+            .await
+        {
+            Err(error) if is_refusal(error.kind()) => match self.options.skip_invalid {
+                true => self.send_valid(&mut batch).await?,
                 false => return Err(self.name_line(error, &batch).into()),
             },
             sent => sent?,
         };
-        if let (Some(first), Some(last)) = (receipts.first(), receipts.last()) {
-            self.sent.ids = Some((self.sent.ids.map_or(first.id, |ids| ids.0), last.id));
+        for (line, receipt) in batch.iter().zip(receipts) {
+            self.count(line, receipt);
         }
-        self.sent.stored += receipts.len() as u64;
         self.sent.next_line = last + 1;
         self.progress.update(self.read_bytes, self.sent.stored);
         Ok(())
     }
 
     /// Sends a batch that was refused without its invalid lines.
-    async fn send_valid(&mut self, mut batch: Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
-        for invalid in self.producer.find_invalid(batch.iter().map(outgoing)).await? {
+    async fn send_valid(&mut self, batch: &mut Vec<Line>) -> anyhow::Result<Vec<Receipt>> {
+        for invalid in
+            self.producer.find_invalid(batch.iter().map(|line| self.options.outgoing(line))).await?
+        {
             batch[invalid.place].invalid = Some(invalid.reason);
         }
-        self.skip(&mut batch);
-        Ok(self.producer.send_all(batch.iter().map(outgoing)).await?)
+        self.skip(batch);
+        Ok(self.producer.send_all(batch.iter().map(|line| self.options.outgoing(line))).await?)
+    }
+
+    fn count(&mut self, line: &Line, receipt: Receipt) {
+        let Some(duplicate) = receipt.duplicate else {
+            if receipt.delayed {
+                self.sent.delayed += 1;
+            } else {
+                let first = self.sent.ids.map_or(receipt.id, |ids| ids.0);
+                self.sent.ids = Some((first, receipt.id));
+                self.sent.stored += 1;
+            }
+            return;
+        };
+        self.sent.duplicates += 1;
+        if duplicate == Duplicate::OtherPayload {
+            self.sent.conflicts += 1;
+            let (number, id) = (line.number, receipt.id);
+            if self.options.json {
+                let conflict = serde_json::json!({"line": number, "id": id});
+                self.progress.say(&serde_json::json!({ "conflict": conflict }).to_string());
+            } else {
+                self.progress.say(&format!(
+                    "line {number} is not stored: message {id} has its idempotency key and another payload"
+                ));
+            }
+        }
     }
 
     /// Reports the invalid lines of a batch and takes them out.
@@ -171,7 +230,7 @@ impl<'a> Sender<'a> {
         batch.retain(|line| {
             let Some(reason) = &line.invalid else { return true };
             let reason = printable(reason, 300);
-            if self.json {
+            if self.options.json {
                 let skipped = serde_json::json!({"line": line.number, "reason": reason});
                 self.progress.say(&serde_json::json!({ "skipped": skipped }).to_string());
             } else {
@@ -197,11 +256,28 @@ impl<'a> Sender<'a> {
     }
 }
 
-fn outgoing(line: &Line) -> Outgoing<'_, Vec<u8>> {
-    let message = Outgoing::new(&line.payload);
-    match &line.key {
-        Some(key) => message.key(key),
-        None => message,
+impl Options {
+    fn outgoing<'l>(&self, line: &'l Line) -> Outgoing<'l, Vec<u8>> {
+        let mut message = Outgoing::new(&line.payload);
+        if let Some(key) = &line.key {
+            message = message.key(key);
+        }
+        if let Some(key) = &line.idempotency_key {
+            message = message.idempotency_key(key);
+        }
+        if let Some(delay) = self.delay {
+            message = message.delay(delay);
+        }
+        if let Some(at) = self.deliver_at {
+            message = message.deliver_at(at);
+        }
+        if let Some(time) = self.expires_in {
+            message = message.expires_in(time);
+        }
+        if let Some(at) = self.expires_at {
+            message = message.expires_at(at);
+        }
+        message
     }
 }
 

@@ -1,5 +1,7 @@
 //! `sqlstreams stream create`.
 
+use std::time::Duration;
+
 use clap::Args;
 use sqlstreams::{Bytes, PayloadType};
 
@@ -33,6 +35,9 @@ pub(crate) struct CreateArgs {
     /// Wake consumers from inside every transaction that inserts: see `stream alter --help`
     #[arg(long)]
     notify: bool,
+    /// How long to remember idempotency keys, 5m to 365d
+    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = values::duration)]
+    idempotency_window: Duration,
 }
 
 pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
@@ -44,6 +49,7 @@ pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<(
         .payload_type(args.payload_type)
         .partition_size(args.partition_size)
         .notify(args.notify)
+        .idempotency_window(args.idempotency_window)
         .create()
         .await?;
     if context.json() {

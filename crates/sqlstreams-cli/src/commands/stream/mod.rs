@@ -47,5 +47,6 @@ fn to_json(stream: &StreamInfo) -> Value {
         "head": stream.head,
         "groups": stream.groups,
         "notify": stream.notify,
+        "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
     })
 }

@@ -5,10 +5,12 @@ use serde_json::Value;
 
 use crate::commands::{group, open_stream};
 use crate::context::Context;
-use crate::output::{on_or_off, print, print_json, print_table, printable, short_time, thousands};
+use crate::output::{
+    on_or_off, print, print_json, print_table, printable, short_time, span, thousands,
+};
 
 const AFTER_HELP: &str = "\
-With --json, `groups` holds the groups as `sqlstreams group list` shows them.
+`delayed` counts the messages that are not due yet. With --json, `groups` holds the groups as `sqlstreams group list` shows them.
 
 Examples:
   sqlstreams stream show orders
@@ -25,17 +27,21 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
     let stream = open_stream(&context.reader().await?, &args.name).await?;
     let info = stream.info().await?;
     let groups = stream.groups().await?;
+    let delayed = stream.count_delayed().await?;
     if context.json() {
         let mut document = super::to_json(&info);
+        document["delayed"] = delayed.into();
         document["groups"] = Value::from_iter(groups.iter().map(group::to_json));
         return print_json(&document);
     }
     print(format_args!(
-        "stream {}\n  payloads   {}\n  head       {}\n  notify     {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
+        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  idempotency keys are remembered for {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
         printable(&info.name, 200),
         info.payload_type,
         thousands(info.head),
+        thousands(delayed),
         on_or_off(info.notify),
+        span(info.idempotency_window),
         short_time(info.created_at),
         info.id,
         thousands(info.partition_size),

@@ -233,9 +233,9 @@ impl Coordinator {
 
     /// A message ends without having been run.
     fn end(&mut self, source: Source, id: i64, verdict: Verdict) {
-        let outcome = verdict.outcome;
+        let counts = verdict.counts();
         if self.holding.lock().finished(source, id, verdict) {
-            self.consumed.count(outcome);
+            self.consumed.count(counts);
         }
         self.news_due.get_or_insert_with(Instant::now);
     }
@@ -265,9 +265,9 @@ impl Coordinator {
         }
         let mut held = self.holding.lock();
         for Finished { source, id, verdict, .. } in finished.drain(..) {
-            let outcome = verdict.outcome;
+            let counts = verdict.counts();
             if held.finished(source, id, verdict) {
-                self.consumed.count(outcome);
+                self.consumed.count(counts);
             }
         }
         if !held.has_suspect() {

@@ -1,6 +1,6 @@
 //! The calls of an ordered group's consumers.
 
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::future::join5;
 use tokio_postgres::Row;
@@ -106,6 +106,7 @@ impl Protocol {
             &token,
         ];
         let connection = client.connection(doing).await?;
+        let sent = Instant::now();
         if limit == 0 {
             let rows = self.transact(connection, advance, &params, doing).await?;
             return Advanced::from_row(&one(rows, doing)?, Ok(Page::default()));
@@ -126,7 +127,7 @@ impl Protocol {
         };
         let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
         let page = fetched
-            .and_then(|rows| ended.map(|()| Page::from_rows(&rows)))
+            .and_then(|rows| ended.map(|()| Page::from_rows(&rows, sent)))
             .map_err(|e| Error::from_driver(e, "fetch messages"));
         let rows = client.keep(connection, advanced.map_err(|e| Error::from_driver(e, doing)))?;
         Advanced::from_row(&one(rows, doing)?, page)

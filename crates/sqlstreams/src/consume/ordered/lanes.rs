@@ -336,7 +336,7 @@ impl Lanes {
 }
 
 pub(super) fn left() -> Verdict {
-    Verdict { outcome: LEFT, error: None, delay: None, settled: false }
+    Verdict { outcome: LEFT, ..Verdict::cancelled() }
 }
 
 fn token_of(source: Source) -> Uuid {

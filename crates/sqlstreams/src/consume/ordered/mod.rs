@@ -357,15 +357,15 @@ impl Ordered {
         self.queue.finished(finished.len());
         self.pace.finished(finished.len(), self.queue.waiting() == 0, now);
         for Finished { source, id, verdict, key } in finished {
-            let outcome = verdict.outcome;
-            let (counts, stopped) = self.lanes.finished(source, id, verdict);
-            if counts {
-                self.consumed.count(outcome);
+            let counts = verdict.counts();
+            let (was_ours, stopped) = self.lanes.finished(source, id, verdict);
+            if was_ours {
+                self.consumed.count(counts);
             }
             match (stopped, key) {
                 // What waits of it is the server's with the next call.
                 (Some(key), _) => self.queue.forget_key(&key),
-                (None, Some(key)) if !counts => self.queue.reopen(&key),
+                (None, Some(key)) if !was_ours => self.queue.reopen(&key),
                 _ => {}
             }
         }

@@ -1,0 +1,1 @@
+SELECT {schema}.cancel_delayed($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.count_delayed($1)
