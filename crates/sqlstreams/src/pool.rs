@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, Id};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -81,6 +81,8 @@ struct Share {
 struct Opened {
     client: Arc<PgClient>,
     driver: JoinHandle<Option<tokio_postgres::Error>>,
+    /// The runtime of the driver.
+    runtime: Id,
 }
 
 /// A place that is taken.
@@ -165,16 +167,14 @@ impl Pool {
     }
 
     async fn connect(&self, place: Place) -> Result<Pooled> {
-        let idle = loop {
-            match self.0.lock().shares[place.side as usize].idle.pop() {
-                Some(closed) if closed.client.is_closed() => {}
-                idle => break idle,
-            }
+        let Inner { connector, background, target, .. } = &*self.0;
+        let runtime = match place.side {
+            For::Calls => background.id(),
+            For::Handlers => Handle::current().id(),
         };
-        if let Some(opened) = idle {
+        if let Some(opened) = self.0.lock().shares[place.side as usize].take(runtime) {
             return Ok(Pooled { opened: Some(opened), place });
         }
-        let Inner { connector, background, target, .. } = &*self.0;
         let opened = match place.side {
             For::Handlers => connector.connect().await,
             For::Calls => {
@@ -188,7 +188,7 @@ impl Pool {
         if place.side == For::Handlers {
             watch_client(&client).await?;
         }
-        Ok(Pooled { opened: Some(Opened { client: Arc::new(client), driver }), place })
+        Ok(Pooled { opened: Some(Opened { client: Arc::new(client), driver, runtime }), place })
     }
 }
 
@@ -241,6 +241,20 @@ impl Inner {
 }
 
 impl Share {
+    /// An idle connection of this runtime: others may be blocked by what else they run. Without one, another has to make room.
+    fn take(&mut self, runtime: Id) -> Option<Opened> {
+        while let Some(place) = self.idle.iter().rposition(|opened| opened.runtime == runtime) {
+            let opened = self.idle.remove(place);
+            if !opened.client.is_closed() {
+                return Some(opened);
+            }
+        }
+        if !self.idle.is_empty() {
+            self.idle.remove(0);
+        }
+        None
+    }
+
     /// Whether the next place that is given back goes to the other side.
     fn has_too_much(&self) -> bool {
         self.places > self.due
@@ -292,7 +306,7 @@ impl Pooled {
     /// Closes it whatever runs on it and whoever has it, and cancels what runs. Its place is free again once the server has let
     /// go of it, or has not for long.
     pub(crate) fn abandon(mut self) {
-        let Some(Opened { client, driver }) = self.opened.take() else { return };
+        let Some(Opened { client, driver, .. }) = self.opened.take() else { return };
         let token = client.cancel_token();
         if Arc::strong_count(&client) > 1 {
             // On its way at the first poll, before whatever the others send from now on.

@@ -336,3 +336,39 @@ async fn stopping_does_not_wait_for_a_transaction() {
     let db = connect(&url).await;
     assert_eq!(count(&db, free).await, 0, "it has handed the message back");
 }
+
+/// A connection belongs to the runtime of the handler that it was opened for: who blocks that is nobody else's business.
+#[tokio::test(flavor = "multi_thread")]
+async fn handlers_of_one_runtime_do_not_wait_for_those_of_another() {
+    let (client, _db) = client().await;
+    let (first, second) = (numbers(&client, "a", 60).await, numbers(&client, "b", 20).await);
+    let (blocks, blocked) = tokio::sync::oneshot::channel();
+    let blocks = std::sync::Mutex::new(Some(blocks));
+    let blocking = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let consumer = first.group("g").consumer().concurrency(3).until_caught_up();
+        let handler = move |message: Delivery<u64>, tx: Transaction| {
+            let blocks = (message.payload == 59).then(|| blocks.lock().unwrap().take()).flatten();
+            async move {
+                tx.execute("SELECT pg_sleep(0.01)", &[]).await.unwrap();
+                if let Some(blocks) = blocks {
+                    // The others are done by now, and their connections idle.
+                    sleep(Duration::from_millis(300)).await;
+                    blocks.send(()).unwrap();
+                    std::thread::sleep(Duration::from_secs(5));
+                }
+            }
+        };
+        runtime.block_on(consumer.run_transactional(handler)).unwrap()
+    });
+    blocked.await.unwrap();
+    let start = Instant::now();
+    let consumer = second.group("g").consumer().concurrency(3).until_caught_up();
+    let consumed = consumer.run_transactional(async |_: Delivery<u64>, tx: Transaction| {
+        tx.execute("SELECT 1", &[]).await.map(drop)
+    });
+    assert_eq!(consumed.await.unwrap().handled, 20);
+    assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+    let blocking = tokio::task::spawn_blocking(move || blocking.join().unwrap()).await.unwrap();
+    assert_eq!(blocking.handled, 60);
+}
