@@ -60,17 +60,20 @@ RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
+    taken   record;
     expired bigint[];
 BEGIN
+    -- Once, and by id from here on: among what is in flight the dead entries of all that ever was are found as well.
+    SELECT array_agg(t.id) AS ids, array_agg(t.attempts) AS attempts, array_agg(t.delays) AS delays, array_agg(t.first_failed_at) AS first_failed_at,
+           array_agg(t.due_at) AS due_at, min(t.lease_duration) AS lease_duration
+        INTO taken FROM take_exceptions(p_stream, p_group, p_token, p_limit, p_suspect, p_due_from) AS t;
     RETURN QUERY
-        WITH taken AS MATERIALIZED (
-            SELECT * FROM take_exceptions(p_stream, p_group, p_token, p_limit, p_suspect, p_due_from))
-        SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, t.attempts, t.delays, t.first_failed_at, t.due_at, t.lease_duration
-        FROM fetch_messages(p_stream, (SELECT array_agg(id) FROM taken), 9223372036854775807, p_type) AS m
-        JOIN taken AS t ON t.id = m.id WHERE m.remaining IS NULL OR m.remaining > '0' ORDER BY m.id;
-    EXECUTE format('SELECT array_agg(e.message_id) FROM %I AS e WHERE e.group_id = $1 AND e.state = ''inflight'' AND e.lease_expires_at > clock_timestamp() AND e.lease_id = $2
-                    AND EXISTS (SELECT FROM %I AS m WHERE m.id = e.message_id AND m.expires_at <= clock_timestamp())', 'exception_queue_' || p_stream, 'message_log_' || p_stream)
-        INTO expired USING p_group, p_token;
+        SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, t.attempts, t.delays, t.first_failed_at, t.due_at, taken.lease_duration
+        FROM fetch_messages(p_stream, taken.ids, 9223372036854775807, p_type) AS m
+        JOIN unnest(taken.ids, taken.attempts, taken.delays, taken.first_failed_at, taken.due_at) AS t(id, attempts, delays, first_failed_at, due_at) ON t.id = m.id
+        WHERE m.remaining IS NULL OR m.remaining > '0' ORDER BY m.id;
+    EXECUTE format('SELECT array_agg(i) FROM unnest($1) AS i WHERE EXISTS (SELECT FROM %I AS m WHERE m.id = i AND m.expires_at <= $2)', 'message_log_' || p_stream)
+        INTO expired USING taken.ids, clock_timestamp();
     IF expired IS NOT NULL THEN
         PERFORM settle_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(expired)]), expired,
                                   array_fill('ok'::text, ARRAY[cardinality(expired)]), array_fill(NULL::text, ARRAY[cardinality(expired)]));
