@@ -140,14 +140,14 @@ async fn a_retry_that_comes_too_late_is_none() {
     );
     let group = stream.group("g").retry(retry).create().await.unwrap();
     let numbers: Vec<u64> = (0..100).collect();
-    let batch = numbers.iter().map(|n| Outgoing::new(n).expires_in(Duration::from_millis(1_500)));
+    let batch = numbers.iter().map(|n| Outgoing::new(n).expires_in(Duration::from_millis(2_500)));
     stream.producer().send_all(batch).await.unwrap();
     let sent = Instant::now();
     let stop = CancellationToken::new();
     let consumer = group.consumer().stop_on(stop.clone());
     let health = consumer.health();
     let running = tokio::spawn(consumer.run(move |_: Delivery<u64>| {
-        assert!(sent.elapsed() < Duration::from_millis(1_900), "after {:?}", sent.elapsed());
+        assert!(sent.elapsed() < Duration::from_millis(2_900), "after {:?}", sent.elapsed());
         async { Outcome::RetryAfter("not yet".into(), Duration::from_millis(600)) }
     }));
     until("all have expired", Duration::from_secs(20), async || {
@@ -181,7 +181,7 @@ async fn an_expired_message_releases_its_key() {
     let (client, db) = client().await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let group = stream.group("g").mode(Mode::Ordered).create().await.unwrap();
-    let soon = Duration::from_millis(600);
+    let soon = Duration::from_millis(2_500);
     let messages = [(0, soon), (1, soon), (2, HOUR), (3, HOUR)];
     let batch = messages.iter().map(|(n, time)| Outgoing::new(n).key("k").expires_in(*time));
     stream.producer().send_all(batch).await.unwrap();
@@ -193,7 +193,7 @@ async fn an_expired_message_releases_its_key() {
     let running = tokio::spawn(consumer.run(move |message: Delivery<u64>| {
         log.lock().unwrap().push(message.payload);
         let outcome = match message.payload {
-            0 => Outcome::RetryAfter("later".into(), Duration::from_secs(1)),
+            0 => Outcome::RetryAfter("later".into(), Duration::from_secs(3)),
             _ => Outcome::Done,
         };
         async { outcome }
