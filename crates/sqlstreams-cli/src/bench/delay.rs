@@ -25,9 +25,8 @@ const DELAY: Duration = Duration::from_secs(1);
 /// How long before it is due a bulk is sent, once it is.
 const BEFORE: Duration = Duration::from_secs(3);
 const MONTH: Duration = Duration::from_secs(30 * 24 * 3600);
-/// Messages that are consumed to see what that costs, and how often.
-const CONSUMED: u64 = 50_000;
-const ROUNDS: u32 = 3;
+/// How often it is measured what consuming costs.
+const ROUNDS: u32 = 5;
 
 const AFTER_HELP: &str = "\
 What delayed messages cost: how long consuming takes beside many that wait, by what it takes without;
@@ -44,6 +43,10 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct DelayArgs {
+    /// Messages that are consumed to see what that costs
+    #[arg(long, value_name = "N", default_value_t = 200_000,
+          value_parser = clap::value_parser!(u64).range(1..))]
+    messages: u64,
     /// Messages that wait meanwhile
     #[arg(long, value_name = "N", default_value_t = 100_000)]
     waiting: u64,
@@ -65,6 +68,7 @@ pub(crate) struct DelayArgs {
 struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
+    messages: u64,
     waiting: u64,
     bulk: u64,
     consume_ms_without: f64,
@@ -100,13 +104,15 @@ async fn measure(
     place: &mut Place<i64>,
 ) -> anyhow::Result<Facts> {
     let stream = &place.stream;
-    send(stream, CONSUMED, None).await?;
+    let messages = args.messages;
+    send(stream, messages, None).await?;
     context.say("consuming");
-    let without = consume(stream, "without").await?;
+    consume(stream, "first", messages).await?;
+    let without = consume(stream, "without", messages).await?;
     context.say("sending those that wait");
     send(stream, args.waiting, Some(SystemTime::now() + MONTH)).await?;
     context.say("consuming beside them");
-    let beside = consume(stream, "beside").await?;
+    let beside = consume(stream, "beside", messages).await?;
 
     context.say("measuring how late messages come");
     let late = lateness(stream, args).await?;
@@ -123,6 +129,7 @@ async fn measure(
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
+        messages: args.messages,
         waiting: args.waiting,
         bulk: args.bulk,
         consume_ms_without: without,
@@ -164,14 +171,14 @@ async fn send(stream: &Stream<i64>, count: u64, at: Option<SystemTime>) -> anyho
 }
 
 /// The milliseconds that it takes to consume what there is: the best of some rounds.
-async fn consume(stream: &Stream<i64>, name: &str) -> anyhow::Result<f64> {
+async fn consume(stream: &Stream<i64>, name: &str, messages: u64) -> anyhow::Result<f64> {
     let mut best = f64::INFINITY;
     for round in 0..ROUNDS {
         let group = stream.group(format!("{name}-{round}")).create().await?;
         let consumer = group.consumer().until_caught_up();
         let begun = Instant::now();
         let consumed = consumer.run(async |_: Delivery<i64>| {}).await?;
-        anyhow::ensure!(consumed.handled == CONSUMED, "only {} came", consumed.handled);
+        anyhow::ensure!(consumed.handled == messages, "only {} came", consumed.handled);
         best = best.min(begun.elapsed().as_secs_f64() * 1e3);
     }
     Ok(best)
@@ -262,7 +269,7 @@ fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!("{} waiting. {postgresql}\n", thousands(*waiting)))?;
     print(format_args!(
         "consuming {} messages  {:>8.0} ms without, {:.0} ms beside: {:.2} times as long",
-        thousands(CONSUMED),
+        thousands(facts.messages),
         facts.consume_ms_without,
         facts.consume_ms_beside,
         facts.cost

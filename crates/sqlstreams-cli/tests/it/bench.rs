@@ -101,8 +101,8 @@ fn keys_say_what_they_cost() {
 #[test]
 fn delay_says_how_late_messages_come() {
     let bench = Bench::new();
-    let args = ["bench", "delay", "--for", "1s", "--waiting", "2000", "--bulk", "2000"];
-    let facts = bench.json(&args);
+    let args = "bench delay --for 1s --messages 2000 --waiting 2000 --bulk 2000";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
     let number = |name: &str| facts[name].as_f64().unwrap();
     assert!(number("moved_per_second") > 0.0 && number("moved_per_second_under_snapshot") > 0.0);
     assert!(number("late_p50_ms") <= number("late_p99_ms"), "{facts:#}");
