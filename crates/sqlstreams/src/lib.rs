@@ -76,6 +76,7 @@ mod background;
 mod backoff;
 mod binding;
 mod client;
+mod compacted;
 mod connect;
 mod consume;
 mod dead;

@@ -53,7 +53,7 @@ BEGIN
             LOCK TABLE ONLY %1$I.%3$I IN ROW EXCLUSIVE MODE;
             SELECT begun - s.idempotency_window INTO oldest FROM %1$I.stream AS s WHERE s.id = %5$s;
             SELECT array_agg(hashtextextended(u.k COLLATE "C", 0)), array_agg(hashtextextended(u.k COLLATE "C", 1)),
-                   array_agg(CASE WHEN u.k IS NOT NULL THEN hashtextextended(%7$s COLLATE "C", 0) END)
+                   array_agg(CASE WHEN u.k IS NOT NULL THEN coalesce(hashtextextended(%7$s COLLATE "C", 0), 0) END)
                 INTO hashes1, hashes2, sums FROM unnest(p_idempotency_keys, p_payloads) AS u(k, payload);
             due := ARRAY(SELECT CASE WHEN d.at > begun THEN d.at END
                          FROM (SELECT coalesce(u.at, begun + make_interval(secs => u.delay)) AS at FROM unnest(p_deliver_at, p_delays) AS u(at, delay)) AS d);

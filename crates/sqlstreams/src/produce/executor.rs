@@ -86,7 +86,8 @@ impl Batch<'_> {
             self.messages.iter().map(|m| m.routing_key.as_deref()).collect();
         let headers: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.headers.as_deref()).collect();
-        let payloads: Vec<&Payload> = self.messages.iter().map(|m| &m.payload).collect();
+        let payloads: Vec<Option<&Payload>> =
+            self.messages.iter().map(|m| m.payload.as_ref()).collect();
         let mut params: Vec<&(dyn ToSql + Sync)> = vec![&keys, &routing_keys, &headers];
         let queries = &self.stream.queries;
         if self.messages.iter().all(Encoded::is_plain) {

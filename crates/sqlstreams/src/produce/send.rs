@@ -115,7 +115,9 @@ where
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
-            let message = self.message.encode::<C>(self.stream.inner.payload_type)?;
+            let message = self
+                .message
+                .encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)?;
             let receipts = self
                 .executor
                 .insert(Batch { stream: &self.stream.inner, messages: &[message] })
@@ -157,6 +159,15 @@ impl<T, C: Codec<T>> Stream<T, C> {
         SendInBuilder { stream: self, executor, message: Outgoing::new(payload) }
     }
 
+    /// Sends a [tombstone](Outgoing::tombstone) in the caller's own transaction. Otherwise as [`send_in`](Self::send_in).
+    pub fn send_tombstone_in<'a, E: Executor>(
+        &'a self,
+        executor: &'a E,
+        key: impl Into<String>,
+    ) -> SendInBuilder<'a, E, T, C> {
+        SendInBuilder { stream: self, executor, message: Outgoing::tombstone(key) }
+    }
+
     /// Sends messages in the caller's own transaction, in one statement. Returns where they were stored, in order.
     ///
     /// # Errors
@@ -172,7 +183,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
     {
         let messages = messages
             .into_iter()
-            .map(|m| m.encode::<C>(self.inner.payload_type))
+            .map(|m| m.encode::<C>(self.inner.payload_type, self.inner.compacted))
             .collect::<Result<Vec<_>>>()?;
         executor.insert(Batch { stream: &self.inner, messages: &messages }).await
     }

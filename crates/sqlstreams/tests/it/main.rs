@@ -9,6 +9,7 @@ mod binding_limits;
 mod binding_versions;
 mod bindings;
 mod child;
+mod compacted;
 mod connections;
 mod consume;
 mod crash;

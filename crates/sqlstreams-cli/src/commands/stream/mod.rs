@@ -48,5 +48,6 @@ fn to_json(stream: &StreamInfo) -> Value {
         "groups": stream.groups,
         "notify": stream.notify,
         "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
+        "compacted": stream.compacted,
     })
 }
