@@ -1,10 +1,12 @@
-//! Compacted streams: the current value of each key.
+//! Compacted streams: the current value of each key, and the reclaiming of what is superseded.
+
+use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Message;
 use crate::name::shorten;
 use crate::payload::Codec;
-use crate::stream::{Stream, read_message};
+use crate::stream::{Stream, read_message, seconds};
 
 impl<T, C: Codec<T>> Stream<T, C> {
     /// The current value of a key: its newest message. None if that is a [tombstone](crate::Outgoing::tombstone) or has expired,
@@ -56,7 +58,60 @@ impl<T, C: Codec<T>> Stream<T, C> {
     }
 }
 
+/// What [`Stream::compact`] did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct Compacted {
+    /// How many messages were looked at.
+    pub looked_at: u64,
+    /// How many of them were removed.
+    pub removed: u64,
+    /// Up to this id every group has resolved everything, or has it in its exception queue. What lies above was left alone.
+    pub floor: i64,
+    /// Whether it ended early, since somebody else compacts the stream.
+    pub busy: bool,
+}
+
 impl<T, C> Stream<T, C> {
+    /// Removes messages that newer ones of their key have superseded, from the beginning of the log as far as every group has
+    /// resolved it. Nothing that is in a group's exception queue is removed, dead letters neither, nor what is younger than
+    /// `min_age` (5 minutes are good: producers whose connection broke ask so long what became of their messages). A tombstone
+    /// goes, with nothing of its key left, when it is older than `tombstone_age`: longer than anybody takes to read the log from
+    /// its beginning; 24 hours are good.
+    ///
+    /// Any number may call it at any time, with producers and consumers running: it goes through the log in transactions of
+    /// 10,000 messages. Nothing in the crate calls it by itself.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) when the stream is not [compacted](crate::StreamBuilder::compacted), or the
+    /// database's. What was removed before stays removed.
+    ///
+    /// # Cancellation
+    /// Dropped, it ends after the transaction that it is in.
+    pub async fn compact(&self, min_age: Duration, tombstone_age: Duration) -> Result<Compacted> {
+        self.require_compacted()?;
+        let client = &self.inner.client;
+        let compact = &client.inner.queries.compact;
+        let (min_age, tombstone_age) = (seconds(min_age), seconds(tombstone_age));
+        let (mut done, mut upto) = (Compacted::default(), 0_i64);
+        loop {
+            let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
+                [&self.inner.id, &upto, &min_age, &tombstone_age];
+            let row = client.query_one(compact, &params, "compact the stream").await?;
+            let number = |at| u64::try_from(row.get::<_, i64>(at)).unwrap_or_default();
+            done.looked_at += number(0);
+            done.removed += number(1);
+            if row.get(4) {
+                done.busy = true;
+                return Ok(done);
+            }
+            (upto, done.floor) = (row.get(2), row.get(3));
+            if upto >= done.floor {
+                return Ok(done);
+            }
+        }
+    }
+
     fn require_compacted(&self) -> Result<()> {
         match self.inner.compacted {
             true => Ok(()),

@@ -101,6 +101,7 @@ mod wake;
 
 pub use binding::{Binding, BindingSet, Reached};
 pub use client::{Client, ClientBuilder};
+pub use compacted::Compacted;
 pub use connect::{Dsn, DsnError};
 pub use consume::{
     Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot,

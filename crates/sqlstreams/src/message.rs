@@ -64,6 +64,8 @@ pub(crate) struct Meta {
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
     pub(crate) expires: Option<When>,
+    /// 0: the key has no value.
+    pub(crate) expected: Option<i64>,
 }
 
 /// A point of time, by the database's clock.
@@ -142,6 +144,19 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
+    /// Stores the message only if the key's [current value](crate::Stream::latest) is the message of this id, or with `None`
+    /// only if the key has none; else nothing of the batch is stored, and the error is a
+    /// [`Conflict`](crate::ErrorKind::Conflict) with the [actual id](crate::Error::latest_id). So what was read can be changed and
+    /// written back, and nothing that another wrote meanwhile is lost. Only in a [compacted](crate::StreamBuilder::compacted)
+    /// stream.
+    ///
+    /// **All writers of a key must use it**: it does not hold up those that do not. The others that use it wait until the
+    /// transaction ends. Such a message cannot be delayed and has no idempotency key: sent twice, it is refused the second time.
+    pub fn expect_latest(mut self, id: impl Into<Option<i64>>) -> Self {
+        self.meta.expected = Some(id.into().unwrap_or(0));
+        self
+    }
+
     /// For a stream that stores payloads so and is compacted or not.
     pub(crate) fn encode<C: Codec<T>>(
         &self,
@@ -155,6 +170,18 @@ impl<'a, T> Outgoing<'a, T> {
         if !compacted && self.payload.is_none() {
             return Err(invalid("the stream is not compacted and takes no tombstones".to_owned())
                 .with_hint("Whether a stream is compacted is said when it is created."));
+        }
+        if self.meta.expected.is_some() {
+            if !compacted {
+                return Err(invalid("the stream is not compacted: there is no latest".to_owned())
+                    .with_hint("Whether a stream is compacted is said when it is created."));
+            }
+            if self.meta.deliver.is_some() || self.meta.idempotency_key.is_some() {
+                return Err(invalid(
+                    "a message that expects what is latest is neither delayed nor has it an idempotency key".to_owned(),
+                )
+                .with_hint("Sent twice, it is refused the second time."));
+            }
         }
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
@@ -171,6 +198,7 @@ pub(crate) struct Encoded {
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
     pub(crate) expires: Option<When>,
+    pub(crate) expected: Option<i64>,
 }
 
 impl When {
@@ -238,12 +266,16 @@ impl Encoded {
             idempotency_key: meta.idempotency_key,
             deliver: meta.deliver.map(|when| when.check("time of delivery")).transpose()?,
             expires: meta.expires.map(|when| when.check("time to expire")).transpose()?,
+            expected: meta.expected,
         })
     }
 
     /// Whether a plain INSERT can say all of it.
     pub(crate) fn is_plain(&self) -> bool {
-        self.idempotency_key.is_none() && self.deliver.is_none() && self.expires.is_none()
+        self.idempotency_key.is_none()
+            && self.deliver.is_none()
+            && self.expires.is_none()
+            && self.expected.is_none()
     }
 
     /// Whether it leaves a row behind that goes with the stream's window.

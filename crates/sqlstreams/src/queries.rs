@@ -68,6 +68,7 @@ queries! {
         ensure_partitions: [INT8, INT4],
         create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8, BOOL],
         alter_stream: [INT8, BOOL, FLOAT8],
+        compact: [INT8, INT8, FLOAT8, FLOAT8],
         expire_idempotency_keys: [INT8, TIMESTAMPTZ, INT8],
         current_transaction: [],
         resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL, INT8, INT8],
@@ -101,7 +102,7 @@ queries! {
     StreamQueries {
         // The payloads' type is added by hand where these two are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
-        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY],
+        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, INT8_ARRAY],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],

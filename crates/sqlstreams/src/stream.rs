@@ -474,7 +474,7 @@ impl StreamInfo {
 }
 
 /// As far as an interval goes; what is out of range stays so.
-fn seconds(duration: Duration) -> f64 {
+pub(crate) fn seconds(duration: Duration) -> f64 {
     duration.as_secs_f64().min(1e12)
 }
 

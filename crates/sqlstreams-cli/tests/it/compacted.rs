@@ -32,6 +32,13 @@ fn current_values_are_shown_listed_and_removed() {
     let last = printed.lines().find(|line| line.contains("\"id\":4")).unwrap();
     assert!(last.contains("\"tombstone\":true") && last.contains("\"payload\":null"), "{last}");
 
+    let compact = ["stream", "compact", "prices"];
+    assert_eq!(bench.json(&compact)["removed"], 0, "too young");
+    let now = [&compact[..], &["--min-age", "0s"]].concat();
+    let done = json!({"looked_at": 4, "removed": 2, "floor": 4, "busy": false});
+    assert_eq!(bench.json(&now), done);
+    assert!(bench.ok(&compact).contains("removed 0 of 2 messages up to id 4"));
+
     bench.ok(&["stream", "create", "orders"]);
     bench.run(&["message", "latest", "orders", "b"]).assert_error(2, &["not compacted"]);
     bench.run(&["message", "remove", "orders", "b"]).assert_error(1, &["no tombstones"]);

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 40] = [
+const COMMANDS: [&[&str]; 41] = [
     &[],
     &["demo"],
     &["up"],
@@ -13,6 +13,7 @@ const COMMANDS: [&[&str]; 40] = [
     &["stream", "list"],
     &["stream", "show"],
     &["stream", "alter"],
+    &["stream", "compact"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],

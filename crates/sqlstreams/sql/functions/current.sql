@@ -95,3 +95,44 @@ DECLARE
 BEGIN
     RETURN QUERY EXECUTE format('SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.expires_at, m.payload::text FROM %I($1, $2) AS m', 'current_messages_' || s.id) USING p_after, p_limit;
 END $$;
+
+-- The id of the current value of a key; 0 when it has none.
+CREATE OR REPLACE FUNCTION latest_id(p_stream bigint, p_key text) RETURNS bigint
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    found bigint;
+BEGIN
+    EXECUTE format('SELECT id FROM %I($1)', 'latest_message_' || p_stream) INTO found USING p_key;
+    RETURN coalesce(found, 0);
+END $$;
+
+-- Compare and set: fails unless the current value of each of these keys is the message that is expected (0: unless there is none; NULL: whatever
+-- it is). Then nobody else who asks the same of the key stores anything for it before the caller's transaction has ended.
+--
+-- The lock comes first and the look in a later statement, so that it sees what the holder before has committed. Locks are taken in one order, so that
+-- batches of one statement each do not wait in a circle. It keeps out those only who ask, too: a plain INSERT goes on.
+CREATE OR REPLACE FUNCTION require_latest(p_stream bigint, p_keys text[], p_expected bigint[]) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    e      record;
+    actual bigint;
+BEGIN
+    PERFORM require_compacted(require_stream(p_stream));
+    PERFORM require_read_committed();
+    IF (SELECT count(u.expected) <> count(DISTINCT u.key) FILTER (WHERE u.expected IS NOT NULL) FROM unnest(p_keys, p_expected) AS u(key, expected)) THEN
+        RAISE EXCEPTION 'a batch expects something of a key twice, or of no key'
+            USING ERRCODE = 'SQ004', HINT = 'The second message would find the first. Send them one after the other.';
+    END IF;
+    FOR e IN SELECT hashtextextended('sqlstreams key ' || current_schema() || ' ' || u.key COLLATE "C", p_stream) AS lock
+             FROM unnest(p_keys, p_expected) AS u(key, expected) WHERE u.expected IS NOT NULL ORDER BY lock LOOP
+        PERFORM pg_advisory_xact_lock(e.lock);
+    END LOOP;
+    FOR e IN SELECT u.key, u.expected, u.n FROM unnest(p_keys, p_expected) WITH ORDINALITY AS u(key, expected, n) WHERE u.expected IS NOT NULL ORDER BY n LOOP
+        actual := latest_id(p_stream, e.key);
+        IF actual <> e.expected THEN
+            RAISE EXCEPTION 'key % %', quote_literal(left(e.key, 100)), CASE WHEN actual = 0 THEN format('has no current value, and %s is expected', e.expected)
+                    ELSE format('has message %s as its current value, and %s is expected', actual, CASE WHEN e.expected = 0 THEN 'none' ELSE e.expected::text END) END
+                USING ERRCODE = 'SQ015', DETAIL = actual::text, HINT = 'Somebody else was faster: read the current value and decide again.';
+        END IF;
+    END LOOP;
+END $$;

@@ -104,8 +104,19 @@ impl Batch<'_> {
             self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
         let (deliver_at, delays) = times(self.messages, |m| m.deliver);
         let (expires_at, expires_in) = times(self.messages, |m| m.expires);
-        let more: [&(dyn ToSql + Sync); 6] =
-            [&idempotency_keys, &deliver_at, &delays, &expires_at, &expires_in, &payloads];
+        let expected: Vec<Option<i64>> = match self.messages.iter().any(|m| m.expected.is_some()) {
+            true => self.messages.iter().map(|m| m.expected).collect(),
+            false => Vec::new(),
+        };
+        let more: [&(dyn ToSql + Sync); 7] = [
+            &idempotency_keys,
+            &deliver_at,
+            &delays,
+            &expires_at,
+            &expires_in,
+            &expected,
+            &payloads,
+        ];
         params.extend(more);
         let rows = self.send(connection, &queries.produce, &params).await?;
         let written = |row: &Row| Written {

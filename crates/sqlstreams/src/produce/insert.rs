@@ -201,6 +201,7 @@ mod tests {
             idempotency_key: None,
             deliver: None,
             expires: None,
+            expected: None,
         }
     }
 

@@ -127,6 +127,12 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
         let closed = || Error::new(ErrorKind::Closed, "the producer's task has ended");
         let message =
             message.encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)?;
+        if message.expected.is_some() {
+            // By itself: where it conflicts, others' messages must not fail with it.
+            let receipts = insert::insert(&self.stream.inner, &[message]).await?;
+            let receipt = receipts.first().copied();
+            return receipt.ok_or_else(|| Error::new(ErrorKind::Database, "no id came back"));
+        }
         let (reply, answer) = oneshot::channel();
         self.queue.send(Waiting { message, reply }).await.map_err(|_| closed())?;
         answer.await.map_err(|_| closed())?

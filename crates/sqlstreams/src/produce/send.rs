@@ -71,6 +71,13 @@ macro_rules! metadata {
             self
         }
 
+        /// Stores it only if the key's current value is the message of this id (`None`: if it has none). See
+        /// [`Outgoing::expect_latest`].
+        pub fn expect_latest(mut self, id: impl Into<Option<i64>>) -> Self {
+            self.message = self.message.expect_latest(id);
+            self
+        }
+
         /// What the message is known by: the stream stores it once. See [`Outgoing::idempotency_key`].
         pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
             self.message = self.message.idempotency_key(key);

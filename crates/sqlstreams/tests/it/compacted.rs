@@ -198,3 +198,103 @@ async fn look_ups_read_a_few_pages_whatever_the_versions() {
                     - (SELECT count(*) FROM pg_inherits WHERE inhparent = 'sqlstreams.message_log_1'::regclass)";
     assert_eq!(count(&db, sql).await, 0);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_is_stored_only_if_the_latest_is_the_expected_one() {
+    let (client, mut db) = client().await;
+    let stream = compacted(&client).await;
+    let producer = stream.producer();
+    let first = producer.send(&Some(1)).key("k").expect_latest(None).await.unwrap().id;
+    let error = producer.send(&Some(2)).key("k").expect_latest(None).await.unwrap_err();
+    assert_eq!((error.kind(), error.latest_id()), (ErrorKind::Conflict, Some(first)));
+    let second = producer.send(&Some(2)).key("k").expect_latest(first).await.unwrap().id;
+    let error = producer.send(&Some(3)).key("k").expect_latest(first).await.unwrap_err();
+    assert_eq!((error.kind(), error.latest_id()), (ErrorKind::Conflict, Some(second)));
+    producer.send_tombstone("k").expect_latest(second).await.unwrap();
+    let error = producer.send(&Some(3)).key("k").expect_latest(second).await.unwrap_err();
+    assert_eq!((error.code(), error.latest_id()), ("conflict", Some(0)));
+
+    // A batch is all or nothing.
+    let batch = [
+        Outgoing::new(&Some(4)).key("a").expect_latest(None),
+        Outgoing::new(&Some(5)).key("plain"),
+        Outgoing::new(&Some(6)).key("b").expect_latest(99),
+    ];
+    let error = producer.send_all(batch.clone()).await.unwrap_err();
+    assert_eq!((error.kind(), error.latest_id()), (ErrorKind::Conflict, Some(0)));
+    assert!(stream.latest("a").await.unwrap().is_none());
+    producer.send_all(batch.into_iter().take(2)).await.unwrap();
+    assert_eq!(stream.latest("a").await.unwrap().unwrap().payload, Some(4));
+    let twice = [7, 8].map(Some);
+    let twice = twice.iter().map(|n| Outgoing::new(n).key("t").expect_latest(None));
+    assert_eq!(producer.send_all(twice).await.unwrap_err().kind(), ErrorKind::InvalidArgument);
+
+    // In the caller's transaction, which holds others of the key up until it ends, and nobody else.
+    let tx = db.transaction().await.unwrap();
+    stream.send_in(&tx, &Some(9)).key("c").expect_latest(None).await.unwrap();
+    producer.send(&Some(1)).key("d").expect_latest(None).await.unwrap();
+    let other = producer.clone();
+    let waits =
+        tokio::spawn(async move { other.send(&Some(10)).key("c").expect_latest(None).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!waits.is_finished());
+    tx.commit().await.unwrap();
+    assert_eq!(waits.await.unwrap().unwrap_err().kind(), ErrorKind::Conflict);
+    let tx = db.build_transaction();
+    let tx = tx.isolation_level(tokio_postgres::IsolationLevel::RepeatableRead).start().await;
+    let tx = tx.unwrap();
+    let error = stream.send_in(&tx, &Some(9)).key("c").expect_latest(None).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::WrongIsolation);
+    tx.rollback().await.unwrap();
+
+    // What makes no sense.
+    let soon = producer.send(&Some(1)).key("k").expect_latest(None).delay(Duration::from_secs(9));
+    assert_eq!(soon.await.unwrap_err().kind(), ErrorKind::InvalidMessage);
+    let once = producer.send(&Some(1)).key("k").expect_latest(None).idempotency_key("i");
+    assert_eq!(once.await.unwrap_err().kind(), ErrorKind::InvalidMessage);
+    let plain = client.stream::<u64>("plain").create().await.unwrap();
+    let error = plain.producer().send(&1).key("k").expect_latest(None).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidMessage);
+    let sql = "SELECT sqlstreams.produce('s', '1', p_key => 'k', p_expect_latest => 7)";
+    assert_eq!(db.query(sql, &[]).await.unwrap_err().code().unwrap().code(), "SQ015");
+    db.query("SELECT sqlstreams.produce('s', '1', p_key => 'k', p_expect_latest => 0)", &[])
+        .await
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn counters_that_many_change_lose_nothing() {
+    let (client, _db) = client().await;
+    let stream = compacted(&client).await;
+    let workers: Vec<_> = (0..8)
+        .map(|worker| {
+            let stream = stream.clone();
+            tokio::spawn(async move {
+                let producer = stream.producer();
+                let mut conflicts = 0;
+                for turn in 0..20 {
+                    let key = format!("counter {}", (worker + turn) % 2);
+                    loop {
+                        let latest = stream.latest(&key).await.unwrap();
+                        let count = latest.as_ref().map_or(0, |m| m.payload.unwrap()) + 1;
+                        let id = latest.map(|m| m.id);
+                        match producer.send(&Some(count)).key(&key).expect_latest(id).await {
+                            Ok(_) => break,
+                            Err(e) if e.kind() == ErrorKind::Conflict => conflicts += 1,
+                            Err(e) => panic!("{e:?}"),
+                        }
+                    }
+                }
+                conflicts
+            })
+        })
+        .collect();
+    let mut conflicts = 0;
+    for worker in workers {
+        conflicts += worker.await.unwrap();
+    }
+    println!("{conflicts} conflicts");
+    assert!(conflicts > 0, "nothing ran at the same time");
+    let counters = stream.current(None, 10).await.unwrap();
+    assert_eq!(counters.iter().map(|m| m.payload.unwrap()).sum::<u64>(), 160);
+}

@@ -10,6 +10,7 @@ mod binding_versions;
 mod bindings;
 mod child;
 mod compacted;
+mod compaction;
 mod connections;
 mod consume;
 mod crash;
