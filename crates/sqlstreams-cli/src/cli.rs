@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgAction, Args, Parser, Subcommand};
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, delayed, down, group, migrate, produce, stream, up};
+use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
 use crate::demo::DemoArgs;
 
 const AFTER_HELP: &str = "\
@@ -95,6 +95,9 @@ pub(crate) enum Command {
     /// List and cancel messages that are not due yet
     #[command(subcommand)]
     Delayed(delayed::DelayedCommand),
+    /// Look up, list and remove the current values of a compacted stream
+    #[command(subcommand)]
+    Message(message::MessageCommand),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),

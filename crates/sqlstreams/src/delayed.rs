@@ -27,6 +27,8 @@ pub struct Delayed<T> {
     pub routing_key: Option<String>,
     /// Headers, empty when it was sent without.
     pub headers: Headers,
+    /// Whether it is a [tombstone](crate::Outgoing::tombstone).
+    pub tombstone: bool,
     /// What was sent.
     pub payload: T,
 }
@@ -79,13 +81,15 @@ impl<T, C: Codec<T>> Stream<T, C> {
 
 impl<T> Delayed<T> {
     fn from_row<C: Codec<T>>(row: &Row) -> Result<Self> {
+        let payload = row.get::<_, Option<Payload>>(6);
         let raw = RawMessage {
             id: row.get(0),
             key: row.get(3),
             routing_key: row.get(4),
             headers: row.get(5),
             produced_at: row.get(2),
-            payload: row.get::<_, Payload>(6).0,
+            tombstone: payload.is_none(),
+            payload: payload.unwrap_or_default().0,
             expires: None,
         };
         let id = raw.id;
@@ -100,6 +104,7 @@ impl<T> Delayed<T> {
             key: message.key,
             routing_key: message.routing_key,
             headers: message.headers,
+            tombstone: message.tombstone,
             payload: message.payload,
         })
     }

@@ -41,6 +41,8 @@ pub enum ErrorKind {
     GroupExists,
     /// The group's mode was changed.
     WrongMode,
+    /// The current value of a key is another than expected; see [`Error::latest_id`].
+    Conflict,
     /// The group has messages that are handed out or wait for another attempt.
     GroupBusy,
     /// A name is empty, longer than 200 bytes or holds a NUL.
@@ -80,6 +82,7 @@ impl ErrorKind {
             Self::StreamExists => "stream_exists",
             Self::GroupExists => "group_exists",
             Self::WrongMode => "wrong_mode",
+            Self::Conflict => "conflict",
             Self::GroupBusy => "group_busy",
             Self::InvalidName => "invalid_name",
             Self::InvalidArgument => "invalid_argument",
@@ -167,6 +170,13 @@ impl Error {
         self.0.place
     }
 
+    /// Of a [`Conflict`](ErrorKind::Conflict): the id of the message that is the key's current value, 0 if it has none.
+    pub fn latest_id(&self) -> Option<i64> {
+        let source = self.0.source.as_ref().filter(|_| self.0.kind == ErrorKind::Conflict)?;
+        let db = source.downcast_ref::<tokio_postgres::Error>()?.as_db_error()?;
+        db.detail()?.parse().ok()
+    }
+
     /// Whether the same call may succeed later without any change: the connection broke, or the server was busy.
     pub fn is_retryable(&self) -> bool {
         match self.0.kind {
@@ -252,6 +262,7 @@ impl Error {
             "SQ012" => ErrorKind::WrongMode,
             // 2200H: the sequence says so itself.
             "SQ013" | "2200H" => ErrorKind::IdsUsedUp,
+            "SQ015" => ErrorKind::Conflict,
             "SQ014" => ErrorKind::GroupBusy,
             "SQ020" => ErrorKind::InvalidBinding,
             "25006" => ErrorKind::ReadOnly,

@@ -76,6 +76,7 @@ mod background;
 mod backoff;
 mod binding;
 mod client;
+mod compacted;
 mod connect;
 mod consume;
 mod dead;
@@ -100,6 +101,7 @@ mod wake;
 
 pub use binding::{Binding, BindingSet, Reached};
 pub use client::{Client, ClientBuilder};
+pub use compacted::Compacted;
 pub use connect::{Dsn, DsnError};
 pub use consume::{
     Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot,

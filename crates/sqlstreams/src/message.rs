@@ -36,7 +36,9 @@ pub struct Message<T> {
     pub headers: Headers,
     /// When it was inserted, by the database's clock.
     pub produced_at: SystemTime,
-    /// What was sent.
+    /// Whether it is a [tombstone](Outgoing::tombstone), sent without a payload.
+    pub tombstone: bool,
+    /// What was sent; of a tombstone, what the [codec](Codec::tombstone) makes of it.
     pub payload: T,
 }
 
@@ -48,7 +50,8 @@ pub struct Message<T> {
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Outgoing<'a, T> {
-    payload: &'a T,
+    /// None for a tombstone.
+    payload: Option<&'a T>,
     meta: Meta,
 }
 
@@ -61,6 +64,8 @@ pub(crate) struct Meta {
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
     pub(crate) expires: Option<When>,
+    /// 0: the key has no value.
+    pub(crate) expected: Option<i64>,
 }
 
 /// A point of time, by the database's clock.
@@ -73,7 +78,13 @@ pub(crate) enum When {
 impl<'a, T> Outgoing<'a, T> {
     /// A message with nothing but a payload.
     pub fn new(payload: &'a T) -> Self {
-        Self { payload, meta: Meta::default() }
+        Self { payload: Some(payload), meta: Meta::default() }
+    }
+
+    /// A message without payload: from then on `key` has no value. Only in a [compacted](crate::StreamBuilder::compacted)
+    /// stream. It is no JSON `null` and no empty text: those are values.
+    pub fn tombstone(key: impl Into<String>) -> Self {
+        Self { payload: None, meta: Meta { key: Some(key.into()), ..Meta::default() } }
     }
 
     /// What the message is about: at most [`MAX_KEY_BYTES`], without NUL.
@@ -133,7 +144,45 @@ impl<'a, T> Outgoing<'a, T> {
         self
     }
 
-    pub(crate) fn encode<C: Codec<T>>(&self, payload_type: PayloadType) -> Result<Encoded> {
+    /// Stores the message only if the key's [current value](crate::Stream::latest) is the message of this id, or with `None`
+    /// only if the key has none; else nothing of the batch is stored, and the error is a
+    /// [`Conflict`](crate::ErrorKind::Conflict) with the [actual id](crate::Error::latest_id). So what was read can be changed and
+    /// written back, and nothing that another wrote meanwhile is lost. Only in a [compacted](crate::StreamBuilder::compacted)
+    /// stream.
+    ///
+    /// **All writers of a key must use it**: it does not hold up those that do not. The others that use it wait until the
+    /// transaction ends. Such a message cannot be delayed and has no idempotency key: sent twice, it is refused the second time.
+    pub fn expect_latest(mut self, id: impl Into<Option<i64>>) -> Self {
+        self.meta.expected = Some(id.into().unwrap_or(0));
+        self
+    }
+
+    /// For a stream that stores payloads so and is compacted or not.
+    pub(crate) fn encode<C: Codec<T>>(
+        &self,
+        payload_type: PayloadType,
+        compacted: bool,
+    ) -> Result<Encoded> {
+        if compacted && self.meta.key.is_none() {
+            return Err(invalid("the stream is compacted, and the message has no key".to_owned())
+                .with_hint("Give it one: of each key the newest message is kept."));
+        }
+        if !compacted && self.payload.is_none() {
+            return Err(invalid("the stream is not compacted and takes no tombstones".to_owned())
+                .with_hint("Whether a stream is compacted is said when it is created."));
+        }
+        if self.meta.expected.is_some() {
+            if !compacted {
+                return Err(invalid("the stream is not compacted: there is no latest".to_owned())
+                    .with_hint("Whether a stream is compacted is said when it is created."));
+            }
+            if self.meta.deliver.is_some() || self.meta.idempotency_key.is_some() {
+                return Err(invalid(
+                    "a message that expects what is latest is neither delayed nor has it an idempotency key".to_owned(),
+                )
+                .with_hint("Sent twice, it is refused the second time."));
+            }
+        }
         Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
     }
 }
@@ -144,10 +193,12 @@ pub(crate) struct Encoded {
     pub(crate) key: Option<String>,
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<String>,
-    pub(crate) payload: Payload,
+    /// None for a tombstone.
+    pub(crate) payload: Option<Payload>,
     pub(crate) idempotency_key: Option<String>,
     pub(crate) deliver: Option<When>,
     pub(crate) expires: Option<When>,
+    pub(crate) expected: Option<i64>,
 }
 
 impl When {
@@ -184,13 +235,16 @@ impl When {
 
 impl Encoded {
     pub(crate) fn new<T, C: Codec<T>>(
-        payload: &T,
+        payload: Option<&T>,
         meta: Meta,
         payload_type: PayloadType,
     ) -> Result<Self> {
-        let payload = C::encode(payload)
+        let payload = payload.map(C::encode).transpose();
+        let payload = payload
             .map_err(|e| invalid(format!("the payload cannot be encoded: {e}")).with_source(e))?;
-        check_payload(&payload, payload_type)?;
+        if let Some(payload) = &payload {
+            check_payload(payload, payload_type)?;
+        }
         check_text("key", meta.key.as_deref(), MAX_KEY_BYTES)?;
         check_text("routing key", meta.routing_key.as_deref(), MAX_ROUTING_KEY_BYTES)?;
         let idempotency_key = meta.idempotency_key.as_deref();
@@ -208,16 +262,20 @@ impl Encoded {
             key: meta.key,
             routing_key: meta.routing_key,
             headers: headers.map(|h| h.to_string()),
-            payload: Payload(payload),
+            payload: payload.map(Payload),
             idempotency_key: meta.idempotency_key,
             deliver: meta.deliver.map(|when| when.check("time of delivery")).transpose()?,
             expires: meta.expires.map(|when| when.check("time to expire")).transpose()?,
+            expected: meta.expected,
         })
     }
 
     /// Whether a plain INSERT can say all of it.
     pub(crate) fn is_plain(&self) -> bool {
-        self.idempotency_key.is_none() && self.deliver.is_none() && self.expires.is_none()
+        self.idempotency_key.is_none()
+            && self.deliver.is_none()
+            && self.expires.is_none()
+            && self.expected.is_none()
     }
 
     /// Whether it leaves a row behind that goes with the stream's window.
@@ -229,7 +287,10 @@ impl Encoded {
     pub(crate) fn bytes(&self) -> usize {
         let len = |s: &Option<String>| s.as_ref().map_or(0, String::len);
         let rest = len(&self.key) + len(&self.routing_key) + len(&self.headers);
-        self.payload.0.len() + rest + len(&self.idempotency_key) + 32
+        self.payload.as_ref().map_or(0, |payload| payload.0.len())
+            + rest
+            + len(&self.idempotency_key)
+            + 32
     }
 }
 
@@ -241,6 +302,7 @@ pub(crate) struct RawMessage {
     pub(crate) routing_key: Option<String>,
     pub(crate) headers: Option<String>,
     pub(crate) produced_at: SystemTime,
+    pub(crate) tombstone: bool,
     pub(crate) payload: Vec<u8>,
     /// When it expires, by the local clock: not later than by the server's.
     pub(crate) expires: Option<Instant>,
@@ -258,14 +320,18 @@ impl RawMessage {
             Some(Ok(headers)) => headers,
             Some(Err(e)) => return Err(format!("the headers cannot be decoded: {e}")),
         };
-        let payload =
-            C::decode(&self.payload).map_err(|e| format!("the payload cannot be decoded: {e}"))?;
+        let payload = match self.tombstone {
+            true => C::tombstone().map_err(|e| format!("the tombstone cannot be decoded: {e}"))?,
+            false => C::decode(&self.payload)
+                .map_err(|e| format!("the payload cannot be decoded: {e}"))?,
+        };
         Ok(Message {
             id: self.id,
             key: self.key,
             routing_key: self.routing_key,
             headers,
             produced_at: self.produced_at,
+            tombstone: self.tombstone,
             payload,
         })
     }
@@ -341,7 +407,7 @@ mod tests {
     use crate::payload::{Bytes, Json};
 
     fn encode(payload: &[u8], payload_type: PayloadType) -> Result<Encoded> {
-        Outgoing::new(&payload.to_vec()).encode::<Bytes>(payload_type)
+        Outgoing::new(&payload.to_vec()).encode::<Bytes>(payload_type, false)
     }
 
     #[test]
@@ -354,13 +420,14 @@ mod tests {
     #[test]
     fn an_escaped_nul_in_json_is_kept_as_it_is() {
         let payload = br#"{"a":"\u0000","b":"\\u0000"}"#;
-        assert_eq!(encode(payload, PayloadType::Json).unwrap().payload.0, payload);
+        assert_eq!(encode(payload, PayloadType::Json).unwrap().payload.unwrap().0, payload);
     }
 
     #[test]
     fn limits_name_themselves() {
         let long = "x".repeat(MAX_KEY_BYTES + 1);
-        let error = Outgoing::new(&1).key(long).encode::<Json>(PayloadType::Json).unwrap_err();
+        let error =
+            Outgoing::new(&1).key(long).encode::<Json>(PayloadType::Json, false).unwrap_err();
         assert!(error.to_string().contains("1025 bytes"), "{error}");
         let error = encode(&vec![b'x'; MAX_PAYLOAD_BYTES + 1], PayloadType::Bytea).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::TooLarge);
@@ -370,6 +437,8 @@ mod tests {
     fn nul_deep_in_headers_is_found() {
         let mut headers = Headers::new();
         headers.insert("a".into(), serde_json::json!([{"b": ["\0"]}]));
-        assert!(Outgoing::new(&1).headers(headers).encode::<Json>(PayloadType::Json).is_err());
+        assert!(
+            Outgoing::new(&1).headers(headers).encode::<Json>(PayloadType::Json, false).is_err()
+        );
     }
 }

@@ -96,6 +96,16 @@ pub trait Codec<T>: Send + Sync + 'static {
     /// # Errors
     /// Whatever keeps the payload from being read; the message becomes a dead letter.
     fn decode(payload: &[u8]) -> Result<T, Box<dyn StdError + Send + Sync>>;
+
+    /// The value of a [tombstone](crate::Outgoing::tombstone), which has no payload. Of the codecs here [`Json`] reads it as JSON's
+    /// `null`, so that a stream of `Option<T>` has `None`; [`Text`] and [`Bytes`] as nothing; [`Lenient`] as the codec in it.
+    /// [`Message::tombstone`](crate::Message::tombstone) tells it from a payload that is the same.
+    ///
+    /// # Errors
+    /// There is none; the message becomes a dead letter. This is the default.
+    fn tombstone() -> Result<T, Box<dyn StdError + Send + Sync>> {
+        Err("the codec reads no tombstones".into())
+    }
 }
 
 /// JSON by serde, for streams of type `json` and `jsonb` (and `text` or `bytea`, if one must). The default codec.
@@ -113,6 +123,10 @@ impl<T: Serialize + DeserializeOwned> Codec<T> for Json {
 
     fn decode(payload: &[u8]) -> Result<T, Box<dyn StdError + Send + Sync>> {
         Ok(serde_json::from_slice(payload)?)
+    }
+
+    fn tombstone() -> Result<T, Box<dyn StdError + Send + Sync>> {
+        Self::decode(b"null")
     }
 }
 
@@ -132,6 +146,10 @@ impl Codec<String> for Text {
     fn decode(payload: &[u8]) -> Result<String, Box<dyn StdError + Send + Sync>> {
         Ok(String::from_utf8(payload.to_vec())?)
     }
+
+    fn tombstone() -> Result<String, Box<dyn StdError + Send + Sync>> {
+        Ok(String::new())
+    }
 }
 
 /// Payloads as the bytes they are, for any stream: what is sent to a `json` stream has to be JSON, to a `text` stream UTF-8.
@@ -149,6 +167,10 @@ impl Codec<Vec<u8>> for Bytes {
 
     fn decode(payload: &[u8]) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
         Ok(payload.to_vec())
+    }
+
+    fn tombstone() -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
+        Ok(Vec::new())
     }
 }
 
@@ -215,6 +237,11 @@ impl<T, C: Codec<T>> Codec<Result<T, Undecodable>> for Lenient<C> {
     fn decode(payload: &[u8]) -> Result<Result<T, Undecodable>, Box<dyn StdError + Send + Sync>> {
         Ok(C::decode(payload)
             .map_err(|error| Undecodable { payload: payload.to_vec(), reason: error.to_string() }))
+    }
+
+    fn tombstone() -> Result<Result<T, Undecodable>, Box<dyn StdError + Send + Sync>> {
+        Ok(C::tombstone()
+            .map_err(|error| Undecodable { payload: Vec::new(), reason: error.to_string() }))
     }
 }
 

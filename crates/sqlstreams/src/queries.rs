@@ -66,8 +66,9 @@ queries! {
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
         ensure_partitions: [INT8, INT4],
-        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8],
+        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8, BOOL],
         alter_stream: [INT8, BOOL, FLOAT8],
+        compact: [INT8, INT8, FLOAT8, FLOAT8],
         expire_idempotency_keys: [INT8, TIMESTAMPTZ, INT8],
         current_transaction: [],
         resolve_commit: [INT8, TEXT, INT4, INT8_ARRAY, TIMESTAMPTZ_ARRAY, BOOL, INT8, INT8],
@@ -101,11 +102,14 @@ queries! {
     StreamQueries {
         // The payloads' type is added by hand where these two are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
-        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY],
+        produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, INT8_ARRAY],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8],
         read_messages: [INT8_ARRAY],
+        // Of compacted streams.
+        latest: [TEXT],
+        current: [TEXT, INT8],
         settle_message: [INT8, INT8, UUID, INT8, TEXT],
     }
 }
@@ -147,7 +151,7 @@ mod tests {
             [PayloadType::Json, PayloadType::Jsonb, PayloadType::Text, PayloadType::Bytea];
         for (i, payload_type) in payload_types.into_iter().enumerate() {
             let stream = client.stream::<u8>(format!("s{i}")).payload_type(payload_type);
-            let stream = stream.create().await.unwrap();
+            let stream = stream.compacted(true).create().await.unwrap();
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {

@@ -32,6 +32,7 @@ pub(crate) struct StreamInner {
     pub(crate) name: String,
     pub(crate) payload_type: PayloadType,
     pub(crate) partition_size: i64,
+    pub(crate) compacted: bool,
     pub(crate) queries: StreamQueries,
     /// The id from which on partitions are looked after again.
     pub(crate) next_upkeep: AtomicI64,
@@ -84,6 +85,7 @@ pub struct StreamBuilder<T, C = Json> {
     partition_size: i64,
     notify: bool,
     idempotency_window: Option<Duration>,
+    compacted: Option<bool>,
     types: PhantomData<fn() -> (T, C)>,
 }
 
@@ -109,6 +111,8 @@ pub struct StreamInfo {
     pub notify: bool,
     /// How long idempotency keys are remembered.
     pub idempotency_window: Duration,
+    /// Whether only the newest message of each key is kept for good; see [`StreamBuilder::compacted`].
+    pub compacted: bool,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -120,6 +124,7 @@ impl<T, C> StreamBuilder<T, C> {
             partition_size: 1_000_000,
             notify: false,
             idempotency_window: None,
+            compacted: None,
             types,
         }
     }
@@ -133,6 +138,7 @@ impl<T, C> StreamBuilder<T, C> {
             partition_size: self.partition_size,
             notify: self.notify,
             idempotency_window: self.idempotency_window,
+            compacted: self.compacted,
             types: PhantomData,
         }
     }
@@ -160,6 +166,16 @@ impl<T, C> StreamBuilder<T, C> {
         self
     }
 
+    /// Whether a new stream keeps only the newest message of each key for good; an existing one has to be as asked for. Default
+    /// for a new one: no. It cannot be changed later.
+    ///
+    /// All messages of a compacted stream have a key. [`Stream::latest`] and [`Stream::current`] look its values up, an
+    /// [`Outgoing::tombstone`](crate::Outgoing::tombstone) removes a key.
+    pub fn compacted(mut self, compacted: bool) -> Self {
+        self.compacted = Some(compacted);
+        self
+    }
+
     /// Ids per partition of a new stream's log, 1,000 to 1,000,000,000. Default: 1,000,000.
     pub fn partition_size(mut self, ids: i64) -> Self {
         self.partition_size = ids;
@@ -180,11 +196,18 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
         self.check_codec(payload_type)?;
         let create = &self.client.inner.queries.create_stream;
         let window = self.idempotency_window.map(seconds);
-        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
-            [&self.name, &payload_type.as_str(), &self.partition_size, &self.notify, &window];
+        let compacted = self.compacted.unwrap_or_default();
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 6] = [
+            &self.name,
+            &payload_type.as_str(),
+            &self.partition_size,
+            &self.notify,
+            &window,
+            &compacted,
+        ];
         let id = self.client.query_one(create, &params, "create the stream").await?.get(0);
         let partition_size = self.partition_size;
-        Ok(self.into_stream(id, payload_type, partition_size))
+        Ok(self.into_stream(id, payload_type, partition_size, compacted))
     }
 
     /// Opens the stream, creating it if there is none of that name.
@@ -252,8 +275,17 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
             .with_hint("A stream keeps the payload type it was created with."));
         }
         self.check_codec(payload_type)?;
+        let compacted: bool = found.get(4);
+        if self.compacted.is_some_and(|asked| asked != compacted) {
+            let is = if compacted { "is" } else { "is not" };
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("stream {} {is} compacted", shorten(&self.name)),
+            )
+            .with_hint("A stream is compacted or not from its creation on."));
+        }
         let partition_size = found.get(2);
-        Ok(self.into_stream(found.get(0), payload_type, partition_size))
+        Ok(self.into_stream(found.get(0), payload_type, partition_size, compacted))
     }
 
     fn check_codec(&self, payload_type: PayloadType) -> Result<()> {
@@ -267,7 +299,13 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
         .with_hint("Open the stream with another codec."))
     }
 
-    fn into_stream(self, id: i64, payload_type: PayloadType, partition_size: i64) -> Stream<T, C> {
+    fn into_stream(
+        self,
+        id: i64,
+        payload_type: PayloadType,
+        partition_size: i64,
+        compacted: bool,
+    ) -> Stream<T, C> {
         let queries = StreamQueries::new(&self.client.inner.schema, id, payload_type);
         Stream {
             inner: Arc::new(StreamInner {
@@ -276,6 +314,7 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
                 name: self.name,
                 payload_type,
                 partition_size,
+                compacted,
                 queries,
                 next_upkeep: AtomicI64::new(0),
                 keys: Keys::default(),
@@ -385,24 +424,26 @@ impl<T, C: Codec<T>> Stream<T, C> {
             .client
             .query(&self.inner.queries.read_messages, &[&ids], "read messages")
             .await?;
-        rows.into_iter()
-            .map(|row| {
-                let raw = RawMessage {
-                    id: row.get(0),
-                    key: row.get(1),
-                    routing_key: row.get(2),
-                    headers: row.get(3),
-                    produced_at: row.get(4),
-                    payload: row.get::<_, Payload>(5).0,
-                    expires: None,
-                };
-                let id = raw.id;
-                raw.decode::<T, C>().map_err(|reason| {
-                    Error::new(ErrorKind::InvalidMessage, format!("message {id}: {reason}"))
-                })
-            })
-            .collect()
+        rows.iter().map(read_message::<T, C>).collect()
     }
+}
+
+/// A message of the log from a row with its columns.
+pub(crate) fn read_message<T, C: Codec<T>>(row: &Row) -> Result<Message<T>> {
+    let payload = row.get::<_, Option<Payload>>(5);
+    let raw = RawMessage {
+        id: row.get(0),
+        key: row.get(1),
+        routing_key: row.get(2),
+        headers: row.get(3),
+        produced_at: row.get(4),
+        tombstone: payload.is_none(),
+        payload: payload.unwrap_or_default().0,
+        expires: None,
+    };
+    let id = raw.id;
+    raw.decode::<T, C>()
+        .map_err(|reason| Error::new(ErrorKind::InvalidMessage, format!("message {id}: {reason}")))
 }
 
 impl<T: Send + 'static, C: Codec<T>> Stream<T, C> {
@@ -427,12 +468,13 @@ impl StreamInfo {
             groups: row.get(6),
             notify: row.get(7),
             idempotency_window: Duration::try_from_secs_f64(row.get(8)).unwrap_or_default(),
+            compacted: row.get(9),
         })
     }
 }
 
 /// As far as an interval goes; what is out of range stays so.
-fn seconds(duration: Duration) -> f64 {
+pub(crate) fn seconds(duration: Duration) -> f64 {
     duration.as_secs_f64().min(1e12)
 }
 

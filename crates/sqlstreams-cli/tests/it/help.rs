@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 36] = [
+const COMMANDS: [&[&str]; 41] = [
     &[],
     &["demo"],
     &["up"],
@@ -13,6 +13,7 @@ const COMMANDS: [&[&str]; 36] = [
     &["stream", "list"],
     &["stream", "show"],
     &["stream", "alter"],
+    &["stream", "compact"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
@@ -34,6 +35,10 @@ const COMMANDS: [&[&str]; 36] = [
     &["dead", "show"],
     &["dead", "redrive"],
     &["dead", "discard"],
+    &["message"],
+    &["message", "latest"],
+    &["message", "current"],
+    &["message", "remove"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
@@ -48,7 +53,8 @@ fn every_command_has_help() {
         let ran = run(&mut program(&args), b"").assert_ok();
         let text = ran.text();
         assert!(text.contains("Usage: sqlstreams"), "{text}");
-        let is_leaf = !matches!(command, [] | ["demo"] | ["stream"] | ["group"] | ["bench"]);
+        let is_leaf =
+            !matches!(command, [] | ["demo"] | ["stream"] | ["group"] | ["message"] | ["bench"]);
         assert!(!is_leaf || text.contains("Examples:"), "{command:?} has no examples");
     }
     let text = run(&mut program(&["--help"]), b"").text();

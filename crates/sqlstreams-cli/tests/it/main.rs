@@ -4,6 +4,7 @@
 
 mod bench;
 mod bindings;
+mod compacted;
 mod consume;
 mod databases;
 mod dead;

@@ -27,6 +27,7 @@ END $$;
 --
 -- A message that has expired is told of without its payload: it is finished, unhandled. remaining: how long the others have, 0 for those that have expired, NULL for
 -- those that do not; whoever hands one out later looks again.
+-- A message without payload that has not expired is a tombstone (current.sql).
 --
 -- constraint_exclusion is off, here as in advance: pruning needs none, and reading every partition's checks anew for each
 -- plan took a third of the time.
@@ -53,7 +54,7 @@ BEGIN
         'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END
          FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
-                      sum(pg_column_size(payload)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - pg_column_size(payload) AS bytes_before
+                      sum(coalesce(pg_column_size(payload), 0)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(payload), 0) AS bytes_before
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
          ORDER BY id LIMIT $5', 'message_log_' || p_stream, in_lanes(lanes), ' AND (' || condition || ')')
@@ -73,7 +74,7 @@ BEGIN
     RETURN QUERY EXECUTE format(
         'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $5 THEN NULL ELSE payload END, CASE WHEN expires_at <= $5 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $5 END
          FROM (SELECT m.*, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
-                      sum(pg_column_size(m.payload)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - pg_column_size(m.payload) AS bytes_before
+                      sum(coalesce(pg_column_size(m.payload), 0)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(m.payload), 0) AS bytes_before
                FROM unnest($1) AS u(id)
                CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
          WHERE bytes_before < $4 ORDER BY id', 'message_log_' || p_stream)

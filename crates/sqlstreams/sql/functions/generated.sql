@@ -24,12 +24,13 @@ BEGIN
         END $$
         $text$, current_schema(), 'settle_message_' || p_stream, 'consumer_done_' || p_stream, 'consumer_lease_' || p_stream, p_stream);
     PERFORM make_produce_function(p_stream);
+    PERFORM make_current_functions(p_stream);
 END $make$;
 
 CREATE OR REPLACE FUNCTION drop_stream_functions(p_stream bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
-    EXECUTE format('DROP FUNCTION IF EXISTS %I, %I', 'settle_message_' || p_stream, 'produce_' || p_stream);
+    EXECUTE format('DROP FUNCTION IF EXISTS %I, %I, %I, %I', 'settle_message_' || p_stream, 'produce_' || p_stream, 'latest_message_' || p_stream, 'current_messages_' || p_stream);
 END $$;
 
 DO $$

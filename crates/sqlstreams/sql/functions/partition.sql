@@ -13,7 +13,7 @@ END $$;
 
 -- Makes one partition: prepared on the side, then attached, so that neither producers nor readers are blocked
 -- (CREATE TABLE … PARTITION OF would take ACCESS EXCLUSIVE on the parent).
-CREATE OR REPLACE FUNCTION create_partition(p_stream bigint, p_size bigint, p_number bigint) RETURNS void
+CREATE OR REPLACE FUNCTION create_partition(p_stream bigint, p_size bigint, p_number bigint, p_compacted boolean) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     parent text := 'message_log_' || p_stream;
@@ -24,7 +24,12 @@ BEGIN
     EXECUTE format('CREATE TABLE %I (LIKE %I INCLUDING DEFAULTS INCLUDING CONSTRAINTS INCLUDING STORAGE INCLUDING COMPRESSION)', leaf, parent);
     -- The bounds as a constraint: ATTACH believes it instead of scanning.
     EXECUTE format('ALTER TABLE %I ADD CONSTRAINT id_range CHECK (id >= %s AND id < %s)', leaf, lo, hi);
-    EXECUTE format('CREATE TRIGGER refuse_direct_write BEFORE INSERT OR UPDATE OR DELETE ON %I FOR EACH STATEMENT EXECUTE FUNCTION refuse_direct_write()', leaf);
+    -- Compaction deletes from partitions: through the parent it would look like a writer.
+    EXECUTE format('CREATE TRIGGER refuse_direct_write BEFORE INSERT OR UPDATE %s ON %I FOR EACH STATEMENT EXECUTE FUNCTION refuse_direct_write()',
+                   CASE WHEN NOT p_compacted THEN 'OR DELETE' END, leaf);
+    IF p_compacted THEN
+        EXECUTE format('CREATE INDEX ON %I (key, id)', leaf);
+    END IF;
     -- ALWAYS: also where session_replication_role = replica (restores, logical replication).
     EXECUTE format('ALTER TABLE %I ENABLE ALWAYS TRIGGER refuse_direct_write', leaf);
     EXECUTE format('ALTER TABLE %I ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)', parent, leaf, lo, hi);
@@ -55,7 +60,7 @@ BEGIN
         SELECT n FROM generate_series(head / s.partition_size, least(head / s.partition_size + least(greatest(p_ahead, 1), 1000), last)) AS n
         WHERE to_regclass(format('%I', 'message_log_' || p_stream || '_p' || n)) IS NULL
     LOOP
-        PERFORM create_partition(p_stream, s.partition_size, wanted);
+        PERFORM create_partition(p_stream, s.partition_size, wanted, s.compacted);
         made := made + 1;
     END LOOP;
     RETURN made;

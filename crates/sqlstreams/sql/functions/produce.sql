@@ -6,6 +6,9 @@
 -- a duplicate, and then whether its payload differs from the one that is stored; whether it is delayed, so that the id is one of
 -- message_delayed_<n>, and until when.
 --
+-- p_expected, in a compacted stream: the ids that the keys' current values have to have, see require_latest (current.sql). Not for messages that are
+-- delayed or have idempotency keys.
+--
 -- witness_1 and witness_2, of a message that was delayed, are the hashes of a row of message_idempotency_<n> that was written in this
 -- transaction, at written_at: the message itself may have gone into the log by the time that somebody asks what became of the commit
 -- (commit.sql). It is the row of its key, or else one made for the purpose, under a key that nobody has.
@@ -26,7 +29,7 @@ DECLARE
 BEGIN
     EXECUTE format($text$
         CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[],
-            p_deliver_at timestamptz[], p_delays float8[], p_expires_at timestamptz[], p_expires_in float8[])
+            p_deliver_at timestamptz[], p_delays float8[], p_expires_at timestamptz[], p_expires_in float8[], p_expected bigint[] DEFAULT '{}')
         RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean, deliver_at timestamptz, delayed boolean, witness_1 bigint, witness_2 bigint)
         LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET jit = off AS $$
         #variable_conflict use_column
@@ -50,10 +53,13 @@ BEGIN
             rounds  int := 0;
             marker  uuid;
         BEGIN
+            IF cardinality(p_expected) > 0 THEN
+                PERFORM %1$I.require_latest(%5$s, p_keys, p_expected);
+            END IF;
             LOCK TABLE ONLY %1$I.%3$I IN ROW EXCLUSIVE MODE;
             SELECT begun - s.idempotency_window INTO oldest FROM %1$I.stream AS s WHERE s.id = %5$s;
             SELECT array_agg(hashtextextended(u.k COLLATE "C", 0)), array_agg(hashtextextended(u.k COLLATE "C", 1)),
-                   array_agg(CASE WHEN u.k IS NOT NULL THEN hashtextextended(%7$s COLLATE "C", 0) END)
+                   array_agg(CASE WHEN u.k IS NOT NULL THEN coalesce(hashtextextended(%7$s COLLATE "C", 0), 0) END)
                 INTO hashes1, hashes2, sums FROM unnest(p_idempotency_keys, p_payloads) AS u(k, payload);
             due := ARRAY(SELECT CASE WHEN d.at > begun THEN d.at END
                          FROM (SELECT coalesce(u.at, begun + make_interval(secs => u.delay)) AS at FROM unnest(p_deliver_at, p_delays) AS u(at, delay)) AS d);
@@ -119,7 +125,7 @@ END $make$;
 -- it is delayed, so that the id is one for cancel_delayed, whether a message with its idempotency key was there before, and then whether that has another payload.
 CREATE OR REPLACE FUNCTION produce(p_stream text, p_payload text, p_key text DEFAULT NULL, p_routing_key text DEFAULT NULL, p_headers jsonb DEFAULT NULL,
     p_idempotency_key text DEFAULT NULL, p_delay interval DEFAULT NULL, p_deliver_at timestamptz DEFAULT NULL,
-    p_expires_in interval DEFAULT NULL, p_expires_at timestamptz DEFAULT NULL)
+    p_expires_in interval DEFAULT NULL, p_expires_at timestamptz DEFAULT NULL, p_expect_latest bigint DEFAULT NULL)
 RETURNS TABLE (id bigint, delayed boolean, duplicate boolean, differs boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -134,12 +140,16 @@ BEGIN
         RAISE EXCEPTION 'an idempotency key takes 1 to 1024 bytes, this one has %', octet_length(p_idempotency_key)
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
     END IF;
+    IF p_expect_latest IS NOT NULL AND (p_idempotency_key IS NOT NULL OR p_delay IS NOT NULL OR p_deliver_at IS NOT NULL) THEN
+        RAISE EXCEPTION 'a message that expects what is latest is neither delayed nor has it an idempotency key'
+            USING ERRCODE = 'SQ004', HINT = 'Sent twice, it is refused the second time.';
+    END IF;
     -- Where both are given, the time counts.
     RETURN QUERY EXECUTE format(
-        'SELECT p.id, p.delayed, p.duplicate, p.differs FROM %I(ARRAY[$1], ARRAY[$2], ARRAY[$3], ARRAY[$4::%s], ARRAY[$5], ARRAY[$6], ARRAY[$7], ARRAY[$8], ARRAY[$9]) AS p',
+        'SELECT p.id, p.delayed, p.duplicate, p.differs FROM %I(ARRAY[$1], ARRAY[$2], ARRAY[$3], ARRAY[$4::%s], ARRAY[$5], ARRAY[$6], ARRAY[$7], ARRAY[$8], ARRAY[$9], CASE WHEN $10 IS NULL THEN ''{}'' ELSE ARRAY[$10] END) AS p',
         'produce_' || s.id, s.payload_type)
         USING p_key, p_routing_key, p_headers::text, p_payload, p_idempotency_key,
-              p_deliver_at, extract(epoch FROM p_delay)::float8, p_expires_at, extract(epoch FROM p_expires_in)::float8;
+              p_deliver_at, extract(epoch FROM p_delay)::float8, p_expires_at, extract(epoch FROM p_expires_in)::float8, p_expect_latest;
 END $$;
 
 -- Removes keys that have outlived the stream's window, the oldest first, at most p_limit. p_from bounds the look from below: where it

@@ -8,10 +8,11 @@ BEGIN
     PERFORM pg_advisory_xact_lock_shared(hashtextextended('sqlstreams migrate ' || current_schema(), 0));
 END $$;
 
-CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false, p_idempotency_window interval DEFAULT '24 hours') RETURNS bigint
+CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false, p_idempotency_window interval DEFAULT '24 hours', p_compacted boolean DEFAULT false) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    n bigint;
+    n    bigint;
+    part text;
 BEGIN
     PERFORM require_name('stream', p_name);
     IF p_payload_type IS NULL OR p_payload_type NOT IN ('json', 'jsonb', 'text', 'bytea') THEN
@@ -24,8 +25,8 @@ BEGIN
     END IF;
     PERFORM require_idempotency_window(p_idempotency_window);
     PERFORM hold_migrations_up();
-    INSERT INTO stream (name, payload_type, partition_size, idempotency_window)
-        VALUES (p_name, p_payload_type, p_partition_size, coalesce(p_idempotency_window, '24 hours'))
+    INSERT INTO stream (name, payload_type, partition_size, idempotency_window, compacted)
+        VALUES (p_name, p_payload_type, p_partition_size, coalesce(p_idempotency_window, '24 hours'), coalesce(p_compacted, false))
         ON CONFLICT (name) DO NOTHING RETURNING id INTO n;
     IF n IS NULL THEN
         RAISE EXCEPTION 'stream % exists already', quote_ident(p_name)
@@ -44,9 +45,12 @@ BEGIN
              produced_at timestamptz NOT NULL DEFAULT clock_timestamp(),
              -- from then on nobody gets it
              expires_at  timestamptz,
-             payload     %s NOT NULL
+             payload     %s
          ) PARTITION BY RANGE (id)',
         'message_log_' || n, 'message_log_' || n || '_id_seq', p_payload_type);
+    IF p_compacted THEN
+        EXECUTE format('CREATE INDEX %I ON %I (key, id)', 'message_key_' || n, 'message_log_' || n);
+    END IF;
 
     -- Hot rows: room for HOT updates, and a vacuum that neither waits nor takes ACCESS EXCLUSIVE to truncate.
     EXECUTE format(
@@ -154,11 +158,20 @@ BEGIN
              headers     jsonb CHECK (jsonb_typeof(headers) = ''object''),
              sent_at     timestamptz NOT NULL,
              expires_at  timestamptz,
-             payload     %s NOT NULL,
+             payload     %s,
              PRIMARY KEY (deliver_at, id)
          ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
         'message_delayed_' || n, 'message_delayed_' || n || '_id_seq', p_payload_type);
+
+    -- A message without payload is a tombstone (current.sql), and only where there are keys to remove.
+    FOREACH part IN ARRAY ARRAY['message_log_', 'message_delayed_'] LOOP
+        IF p_compacted THEN
+            EXECUTE format('ALTER TABLE %I ADD CONSTRAINT compacted_needs_key CHECK (key IS NOT NULL)', part || n);
+        ELSE
+            EXECUTE format('ALTER TABLE %I ALTER COLUMN payload SET NOT NULL', part || n);
+        END IF;
+    END LOOP;
 
     PERFORM make_stream_functions(n);
     PERFORM ensure_partitions(n);

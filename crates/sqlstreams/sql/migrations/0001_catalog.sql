@@ -14,6 +14,8 @@ CREATE TABLE stream (
     notify         boolean NOT NULL DEFAULT false,
     -- how long a message's idempotency key is remembered; longer than it takes to find out what became of a commit
     idempotency_window interval NOT NULL DEFAULT '24 hours' CHECK (idempotency_window BETWEEN '5 minutes' AND '365 days'),
+    -- only the newest message of each key is kept for good: see functions/current.sql and compact.sql
+    compacted      boolean NOT NULL DEFAULT false,
     created_at     timestamptz NOT NULL DEFAULT now()
 );
 COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>.';

@@ -1,1 +1,1 @@
-SELECT {schema}.create_stream($1, $2, $3, $4, make_interval(secs => $5))
+SELECT {schema}.create_stream($1, $2, $3, $4, make_interval(secs => $5), $6)

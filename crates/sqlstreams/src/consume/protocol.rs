@@ -422,15 +422,19 @@ impl Page {
             more: rows.last().is_some_and(|row| row.get(5)),
             messages: rows
                 .iter()
-                .map(|row| RawMessage {
-                    id: row.get(0),
-                    key: row.get(1),
-                    routing_key: row.get(2),
-                    headers: row.get(3),
-                    produced_at: row.get(4),
-                    // The server keeps that of one that has expired.
-                    payload: row.get::<_, Option<Payload>>(6).unwrap_or_default().0,
-                    expires: expires(row),
+                .map(|row| {
+                    let payload = row.get::<_, Option<Payload>>(6);
+                    RawMessage {
+                        id: row.get(0),
+                        key: row.get(1),
+                        routing_key: row.get(2),
+                        headers: row.get(3),
+                        produced_at: row.get(4),
+                        // The server keeps the payload of one that has expired.
+                        tombstone: payload.is_none() && row.get::<_, Option<i64>>(7) != Some(0),
+                        payload: payload.unwrap_or_default().0,
+                        expires: expires(row),
+                    }
                 })
                 .collect(),
         }

@@ -86,7 +86,8 @@ impl Batch<'_> {
             self.messages.iter().map(|m| m.routing_key.as_deref()).collect();
         let headers: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.headers.as_deref()).collect();
-        let payloads: Vec<&Payload> = self.messages.iter().map(|m| &m.payload).collect();
+        let payloads: Vec<Option<&Payload>> =
+            self.messages.iter().map(|m| m.payload.as_ref()).collect();
         let mut params: Vec<&(dyn ToSql + Sync)> = vec![&keys, &routing_keys, &headers];
         let queries = &self.stream.queries;
         if self.messages.iter().all(Encoded::is_plain) {
@@ -103,8 +104,19 @@ impl Batch<'_> {
             self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
         let (deliver_at, delays) = times(self.messages, |m| m.deliver);
         let (expires_at, expires_in) = times(self.messages, |m| m.expires);
-        let more: [&(dyn ToSql + Sync); 6] =
-            [&idempotency_keys, &deliver_at, &delays, &expires_at, &expires_in, &payloads];
+        let expected: Vec<Option<i64>> = match self.messages.iter().any(|m| m.expected.is_some()) {
+            true => self.messages.iter().map(|m| m.expected).collect(),
+            false => Vec::new(),
+        };
+        let more: [&(dyn ToSql + Sync); 7] = [
+            &idempotency_keys,
+            &deliver_at,
+            &delays,
+            &expires_at,
+            &expires_in,
+            &expected,
+            &payloads,
+        ];
         params.extend(more);
         let rows = self.send(connection, &queries.produce, &params).await?;
         let written = |row: &Row| Written {

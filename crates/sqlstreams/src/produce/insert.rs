@@ -113,7 +113,8 @@ pub(crate) async fn invalid(
     let client = &stream.client;
     let mut found = Vec::new();
     for (start, chunk) in chunks(messages) {
-        let payloads: Vec<&[u8]> = chunk.iter().map(|m| m.payload.0.as_slice()).collect();
+        let payloads: Vec<Option<&[u8]>> =
+            chunk.iter().map(|m| m.payload.as_ref().map(|payload| payload.0.as_slice())).collect();
         let query = &client.inner.queries.invalid_payloads;
         let doing = "check the payloads";
         let params: [&(dyn ToSql + Sync); 2] = [&stream.payload_type.as_str(), &payloads];
@@ -196,10 +197,11 @@ mod tests {
             key: None,
             routing_key: None,
             headers: None,
-            payload: Payload(vec![b'x'; bytes]),
+            payload: Some(Payload(vec![b'x'; bytes])),
             idempotency_key: None,
             deliver: None,
             expires: None,
+            expected: None,
         }
     }
 

@@ -73,6 +73,11 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
         SendBuilder::new(self, Outgoing::new(payload))
     }
 
+    /// Sends a [tombstone](Outgoing::tombstone): from then on the key has no value. Otherwise as [`send`](Self::send).
+    pub fn send_tombstone(&self, key: impl Into<String>) -> SendBuilder<'_, T, C> {
+        SendBuilder::new(self, Outgoing::tombstone(key))
+    }
+
     /// Sends any number of messages in one transaction: all are stored, or none. Returns where, in order.
     /// [Duplicates](Outgoing::idempotency_key) are no obstacle: their receipts say so.
     ///
@@ -104,7 +109,7 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
         let mut encoded = Vec::new();
         let mut invalid = Vec::new();
         for (place, message) in messages.into_iter().enumerate() {
-            match message.encode::<C>(self.stream.inner.payload_type) {
+            match message.encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted) {
                 Ok(message) => {
                     places.push(place);
                     encoded.push(message);
@@ -120,7 +125,14 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
 
     pub(crate) async fn enqueue(&self, message: Outgoing<'_, T>) -> Result<Receipt> {
         let closed = || Error::new(ErrorKind::Closed, "the producer's task has ended");
-        let message = message.encode::<C>(self.stream.inner.payload_type)?;
+        let message =
+            message.encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)?;
+        if message.expected.is_some() {
+            // By itself: where it conflicts, others' messages must not fail with it.
+            let receipts = insert::insert(&self.stream.inner, &[message]).await?;
+            let receipt = receipts.first().copied();
+            return receipt.ok_or_else(|| Error::new(ErrorKind::Database, "no id came back"));
+        }
         let (reply, answer) = oneshot::channel();
         self.queue.send(Waiting { message, reply }).await.map_err(|_| closed())?;
         answer.await.map_err(|_| closed())?
@@ -135,13 +147,15 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
             .into_iter()
             .enumerate()
             .map(|(place, message)| {
-                message.encode::<C>(self.stream.inner.payload_type).map_err(|e| {
-                    let kind = e.kind();
-                    Error::new(kind, format!("message {}: {e}", place + 1))
-                        .with_hint("Nothing of the batch was stored.")
-                        .with_source(e)
-                        .at_place(place)
-                })
+                message
+                    .encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)
+                    .map_err(|e| {
+                        let kind = e.kind();
+                        Error::new(kind, format!("message {}: {e}", place + 1))
+                            .with_hint("Nothing of the batch was stored.")
+                            .with_source(e)
+                            .at_place(place)
+                    })
             })
             .collect()
     }

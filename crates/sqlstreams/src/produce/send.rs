@@ -71,6 +71,13 @@ macro_rules! metadata {
             self
         }
 
+        /// Stores it only if the key's current value is the message of this id (`None`: if it has none). See
+        /// [`Outgoing::expect_latest`].
+        pub fn expect_latest(mut self, id: impl Into<Option<i64>>) -> Self {
+            self.message = self.message.expect_latest(id);
+            self
+        }
+
         /// What the message is known by: the stream stores it once. See [`Outgoing::idempotency_key`].
         pub fn idempotency_key(mut self, key: impl Into<String>) -> Self {
             self.message = self.message.idempotency_key(key);
@@ -115,7 +122,9 @@ where
 
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
-            let message = self.message.encode::<C>(self.stream.inner.payload_type)?;
+            let message = self
+                .message
+                .encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)?;
             let receipts = self
                 .executor
                 .insert(Batch { stream: &self.stream.inner, messages: &[message] })
@@ -157,6 +166,15 @@ impl<T, C: Codec<T>> Stream<T, C> {
         SendInBuilder { stream: self, executor, message: Outgoing::new(payload) }
     }
 
+    /// Sends a [tombstone](Outgoing::tombstone) in the caller's own transaction. Otherwise as [`send_in`](Self::send_in).
+    pub fn send_tombstone_in<'a, E: Executor>(
+        &'a self,
+        executor: &'a E,
+        key: impl Into<String>,
+    ) -> SendInBuilder<'a, E, T, C> {
+        SendInBuilder { stream: self, executor, message: Outgoing::tombstone(key) }
+    }
+
     /// Sends messages in the caller's own transaction, in one statement. Returns where they were stored, in order.
     ///
     /// # Errors
@@ -172,7 +190,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
     {
         let messages = messages
             .into_iter()
-            .map(|m| m.encode::<C>(self.inner.payload_type))
+            .map(|m| m.encode::<C>(self.inner.payload_type, self.inner.compacted))
             .collect::<Result<Vec<_>>>()?;
         executor.insert(Batch { stream: &self.inner, messages: &messages }).await
     }

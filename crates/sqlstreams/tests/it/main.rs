@@ -9,6 +9,8 @@ mod binding_limits;
 mod binding_versions;
 mod bindings;
 mod child;
+mod compacted;
+mod compaction;
 mod connections;
 mod consume;
 mod crash;

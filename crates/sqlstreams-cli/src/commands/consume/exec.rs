@@ -128,6 +128,10 @@ impl Command {
             Some(key) => command.env("SQLSTREAMS_KEY", key),
             None => command.env_remove("SQLSTREAMS_KEY"),
         };
+        match message.tombstone {
+            true => command.env("SQLSTREAMS_TOMBSTONE", "1"),
+            false => command.env_remove("SQLSTREAMS_TOMBSTONE"),
+        };
         command.spawn()
     }
 }

@@ -36,7 +36,7 @@ the payload on its stdin; what it prints is passed on. Its exit code decides:
   anything else  failed (also when killed by a signal): tried again after a while, at most
                  --max-attempts times, then a dead letter; the end of its stderr is kept as the error
 It finds SQLSTREAMS_ID, SQLSTREAMS_KEY (unset without a key), SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM
-and SQLSTREAMS_GROUP in its environment.
+and SQLSTREAMS_GROUP in its environment, and for a tombstone SQLSTREAMS_TOMBSTONE=1.
 
 Every message reaches the group at least once; consumers of one group share its messages. The first
 Ctrl-C or SIGTERM lets running commands finish and hands everything else back, so that nothing is

@@ -110,12 +110,16 @@ fn as_json(message: &Delivery<Vec<u8>>, payload_type: PayloadType) -> Vec<u8> {
         "headers": message.headers,
         "produced_at": time(message.produced_at),
         "attempt": message.attempt(),
+        "tombstone": message.tombstone,
     });
     let mut line = about.to_string().into_bytes();
     // The payload goes in as it is; a value in between would respell its numbers.
     line.pop();
     line.extend_from_slice(b",\"payload\":");
-    payload::write_json(&mut line, &message.payload, payload_type);
+    match message.tombstone {
+        true => line.extend_from_slice(b"null"),
+        false => payload::write_json(&mut line, &message.payload, payload_type),
+    }
     line.extend_from_slice(b"}\n");
     line
 }

@@ -19,6 +19,7 @@ Payload types, which a stream keeps for good:
 Examples:
   sqlstreams stream create orders
   sqlstreams stream create audit --notify
+  sqlstreams stream create prices --compacted
   sqlstreams stream create 'web logs' --payload-type text --partition-size 5000000";
 
 #[derive(Debug, Args)]
@@ -38,6 +39,9 @@ pub(crate) struct CreateArgs {
     /// How long to remember idempotency keys, 5m to 365d
     #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = values::duration)]
     idempotency_window: Duration,
+    /// Keep only the newest message of each key for good: see `message --help` and `stream compact`
+    #[arg(long)]
+    compacted: bool,
 }
 
 pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
@@ -50,6 +54,7 @@ pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<(
         .partition_size(args.partition_size)
         .notify(args.notify)
         .idempotency_window(args.idempotency_window)
+        .compacted(args.compacted)
         .create()
         .await?;
     if context.json() {

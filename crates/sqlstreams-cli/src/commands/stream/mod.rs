@@ -1,6 +1,7 @@
 //! `sqlstreams stream …`.
 
 mod alter;
+mod compact;
 mod create;
 mod drop;
 mod list;
@@ -23,6 +24,8 @@ pub(crate) enum StreamCommand {
     Show(show::ShowArgs),
     /// Change settings of a stream
     Alter(alter::AlterArgs),
+    /// Remove what newer messages have superseded in a compacted stream
+    Compact(compact::CompactArgs),
     /// Drop a stream with all its messages and groups
     Drop(drop::DropArgs),
 }
@@ -33,6 +36,7 @@ pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Re
         StreamCommand::List(args) => list::run(args, context).await,
         StreamCommand::Show(args) => show::run(args, context).await,
         StreamCommand::Alter(args) => alter::run(args, context).await,
+        StreamCommand::Compact(args) => compact::run(args, context).await,
         StreamCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -48,5 +52,6 @@ fn to_json(stream: &StreamInfo) -> Value {
         "groups": stream.groups,
         "notify": stream.notify,
         "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
+        "compacted": stream.compacted,
     })
 }

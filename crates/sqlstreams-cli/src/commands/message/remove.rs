@@ -1,0 +1,42 @@
+//! `sqlstreams message remove`.
+
+use clap::Args;
+use serde_json::json;
+use sqlstreams::Outgoing;
+
+use crate::commands::open_stream;
+use crate::context::Context;
+use crate::output::{counted, print, print_json};
+
+const AFTER_HELP: &str = "\
+Sends a tombstone for each key, all in one transaction: a message without payload, which consumers
+get like any other. From then on the key has no value.
+
+Examples:
+  sqlstreams message remove prices apples
+  sqlstreams message remove prices apples pears";
+
+#[derive(Debug, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct RemoveArgs {
+    /// The stream, a compacted one
+    stream: String,
+    /// The keys
+    #[arg(value_name = "KEY", required = true)]
+    keys: Vec<String>,
+}
+
+pub(crate) async fn run(args: RemoveArgs, context: &Context) -> anyhow::Result<()> {
+    let stream = open_stream(&context.writer().await?, &args.stream).await?;
+    let tombstones = args.keys.iter().map(Outgoing::tombstone);
+    let receipts = stream.producer().send_all(tombstones).await?;
+    let ids: Vec<i64> = receipts.iter().map(|receipt| receipt.id).collect();
+    match context.json() {
+        true => print_json(&json!({ "ids": ids })),
+        false => print(format_args!(
+            "removed {} of stream {:?}",
+            counted(ids.len() as u64, "key"),
+            stream.name()
+        )),
+    }
+}
