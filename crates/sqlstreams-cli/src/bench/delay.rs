@@ -9,11 +9,11 @@ use serde::Serialize;
 use sqlstreams::{CancellationToken, Delivery, Outgoing, Stream};
 use tokio::task::{JoinHandle, JoinSet};
 
-use super::place::{Place, on_own_stream};
+use super::measured;
+use super::place::Place;
 use super::server::Server;
 use crate::context::Context;
-use crate::output::{print, print_json, thousands};
-use crate::signals::Signals;
+use crate::output::{print, thousands};
 use crate::values;
 
 /// What has to hold: consuming beside those that wait, by the time without; lateness; messages moved a second.
@@ -85,17 +85,9 @@ struct Facts {
 }
 
 pub(crate) async fn run(args: DelayArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<i64>| measure(&args, context, place).await;
-    let facts = on_own_stream(context, &signals, "bench_delay_", &[], work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
-    };
-    match context.json() {
-        true => print_json(&serde_json::to_value(facts)?)?,
-        false => print_facts(&facts)?,
-    }
-    Ok(ExitCode::SUCCESS)
+    let facts = measured(context, "bench_delay_", &[], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
 async fn measure(

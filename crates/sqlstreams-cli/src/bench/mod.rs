@@ -16,8 +16,13 @@ mod transactional;
 use std::process::ExitCode;
 
 use clap::Subcommand;
+use serde::Serialize;
+use sqlstreams::{Codec, Json};
 
+use self::place::{Place, on_own_stream};
 use crate::context::Context;
+use crate::output::print_json;
+use crate::signals::Signals;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
@@ -51,4 +56,29 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }
+}
+
+/// Runs a member on a stream of its own, as [`on_own_stream`] does, and prints its facts: as JSON, or by `print`. The inner error is
+/// the exit code of one that was interrupted.
+async fn measured<T, F>(
+    context: &Context,
+    prefix: &str,
+    tables: &[&str],
+    work: impl AsyncFnOnce(&mut Place<T>) -> anyhow::Result<F>,
+    print: impl FnOnce(&F) -> anyhow::Result<()>,
+) -> anyhow::Result<Result<F, ExitCode>>
+where
+    T: Send + Sync + 'static,
+    Json: Codec<T>,
+    F: Serialize,
+{
+    let signals = Signals::catch()?;
+    let Some(facts) = on_own_stream(context, &signals, prefix, tables, work).await? else {
+        return Ok(Err(ExitCode::from(signals.exit_code().unwrap_or(130))));
+    };
+    match context.json() {
+        true => print_json(&serde_json::to_value(&facts)?)?,
+        false => print(&facts)?,
+    }
+    Ok(Ok(facts))
 }

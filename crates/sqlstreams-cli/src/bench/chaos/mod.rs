@@ -27,12 +27,11 @@ use self::facts::Facts;
 use self::groups::{Groups, LEASE};
 pub(crate) use self::worker::{WorkerArgs, run as run_worker};
 use self::workers::Workers;
-use super::place::{Place, on_own_stream};
+use super::measured;
+use super::place::Place;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output::print_json;
 use crate::progress::Progress;
-use crate::signals::Signals;
 use crate::values;
 
 const AFTER_HELP: &str = "\
@@ -77,20 +76,13 @@ pub(crate) struct ChaosArgs {
 }
 
 pub(crate) async fn run(args: ChaosArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<i64>| chaos(&args, context, place).await;
     let tables = [HANDLED, BOOKED];
-    let facts = on_own_stream(context, &signals, "bench_chaos_", &tables, work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
+    let facts = match measured(context, "bench_chaos_", &tables, work, report::print_facts).await? {
+        Err(interrupted) => return Ok(interrupted),
+        Ok(facts) if facts.ok => return Ok(ExitCode::SUCCESS),
+        Ok(facts) => facts,
     };
-    match context.json() {
-        true => print_json(&serde_json::to_value(&facts)?)?,
-        false => report::print_facts(&facts)?,
-    }
-    if facts.ok {
-        return Ok(ExitCode::SUCCESS);
-    }
     Err(Failure::failed("chaos_not_survived", facts.complaints().join("; "))
         .hint(format!(
             "That is a defect of SQLStreams. --seed {} -v disturbs the workers alike and tells more.",

@@ -19,11 +19,10 @@ use clap::Args;
 use self::facts::Facts;
 use self::ping::Ping;
 use self::plan::Plan;
-use super::place::{Place, on_own_stream};
+use super::measured;
+use super::place::Place;
 use crate::context::Context;
-use crate::output::print_json;
 use crate::progress::Progress;
-use crate::signals::Signals;
 use crate::values;
 
 /// What is not counted, at the beginning.
@@ -71,17 +70,10 @@ pub(crate) struct LatencyArgs {
 const GROUP: &str = "bench";
 
 pub(crate) async fn run(args: LatencyArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<Ping>| measure(&args, context, place).await;
-    let facts = on_own_stream(context, &signals, "bench_latency_", &[bare::TABLE], work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
-    };
-    match context.json() {
-        true => print_json(&serde_json::to_value(facts)?)?,
-        false => report::print_facts(&facts)?,
-    }
-    Ok(ExitCode::SUCCESS)
+    let facts =
+        measured(context, "bench_latency_", &[bare::TABLE], work, report::print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
 async fn measure(

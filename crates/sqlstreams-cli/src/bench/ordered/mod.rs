@@ -9,11 +9,11 @@ use serde::Serialize;
 use sqlstreams::{Mode, Outgoing};
 
 use self::measure::Drained;
-use super::place::{Place, on_own_stream};
+use super::measured;
+use super::place::Place;
 use super::server::Server;
 use crate::context::Context;
-use crate::output::{print, print_json, thousands};
-use crate::signals::Signals;
+use crate::output::{print, thousands};
 
 /// What an ordered group has to reach of a parallel one's rate.
 const TARGET: f64 = 0.7;
@@ -74,18 +74,12 @@ struct Facts {
 }
 
 pub(crate) async fn run(args: OrderedArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<String>| measure(&args, context, place).await;
-    let facts = on_own_stream(context, &signals, "bench_ordered_", &[], work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
-    };
-    let failed = facts.out_of_order > 0;
-    match context.json() {
-        true => print_json(&serde_json::to_value(facts)?)?,
-        false => print_facts(&facts)?,
-    }
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(match measured(context, "bench_ordered_", &[], work, print_facts).await? {
+        Err(interrupted) => interrupted,
+        Ok(facts) if facts.out_of_order > 0 => ExitCode::FAILURE,
+        Ok(_) => ExitCode::SUCCESS,
+    })
 }
 
 async fn measure(

@@ -10,11 +10,11 @@ use clap::Args;
 use serde::Serialize;
 use sqlstreams::Outgoing;
 
-use super::place::{Place, Tables, on_own_stream};
+use super::measured;
+use super::place::{Place, Tables};
 use super::server::Server;
 use crate::context::Context;
-use crate::output::{print, print_json, thousands};
-use crate::signals::Signals;
+use crate::output::{print, thousands};
 
 /// What a group has to reach of the bare scan's speed.
 const TARGET: f64 = 0.5;
@@ -80,17 +80,9 @@ struct BindingFacts {
 }
 
 pub(crate) async fn run(args: RoutingArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<i64>| measure(&args, context, place).await;
-    let facts = on_own_stream(context, &signals, "bench_routing_", &[], work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
-    };
-    match context.json() {
-        true => print_json(&serde_json::to_value(facts)?)?,
-        false => print_facts(&facts)?,
-    }
-    Ok(ExitCode::SUCCESS)
+    let facts = measured(context, "bench_routing_", &[], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
 async fn measure(

@@ -10,11 +10,11 @@ use clap::Args;
 use serde::Serialize;
 use sqlstreams::Client;
 
-use super::place::{Place, on_own_stream};
+use super::measured;
+use super::place::Place;
 use super::server::Server;
 use crate::context::Context;
-use crate::output::{print, print_json, thousands};
-use crate::signals::Signals;
+use crate::output::{print, thousands};
 use crate::values;
 
 /// The table that both write to.
@@ -61,17 +61,9 @@ struct Facts {
 }
 
 pub(crate) async fn run(args: TransactionalArgs, context: &Context) -> anyhow::Result<ExitCode> {
-    let signals = Signals::catch()?;
     let work = async |place: &mut Place<i64>| measure(&args, context, place).await;
-    let facts = on_own_stream(context, &signals, "bench_transactional_", &[TABLE], work).await?;
-    let Some(facts) = facts else {
-        return Ok(ExitCode::from(signals.exit_code().unwrap_or(130)));
-    };
-    match context.json() {
-        true => print_json(&serde_json::to_value(facts)?)?,
-        false => print_facts(&facts)?,
-    }
-    Ok(ExitCode::SUCCESS)
+    let facts = measured(context, "bench_transactional_", &[TABLE], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
 async fn measure(
