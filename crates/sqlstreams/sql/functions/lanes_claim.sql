@@ -291,7 +291,7 @@ BEGIN
     RETURN NEXT;
 END $$;
 
--- Hands everything back that p_holder has: what is told is recorded, the rest can be claimed at once by anybody. False: it had lost all.
+-- Hands everything back that p_holder has: it can be claimed at once by anybody.
 CREATE OR REPLACE FUNCTION release_lanes(p_stream bigint, p_group bigint, p_holder uuid) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE

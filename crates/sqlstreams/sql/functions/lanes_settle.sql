@@ -31,23 +31,19 @@ CREATE OR REPLACE FUNCTION settle_lane_exceptions(p_stream bigint, g consumer_gr
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     exceptions text := 'exception_queue_' || p_stream;
-    ended      bigint[];
     stopped    text[];
 BEGIN
     PERFORM require_outcomes(p_outcomes, '{ok,retry,dead,delay,left}');
-    SELECT coalesce(array_agg(i), '{}') INTO ended FROM unnest(p_ids, p_outcomes) AS u(i, o) WHERE o = 'ok';
     IF g.transactional THEN
         -- What a handler has settled in its transaction is over, whatever is said of it.
-        ended := ended || end_settled(p_stream, g.id, p_tokens, p_ids);
+        PERFORM end_settled(p_stream, g.id, p_tokens, p_ids);
     END IF;
     EXECUTE format('DELETE FROM %I AS e USING unnest($2, $3, $4) AS u(token, id, outcome)
                     WHERE e.group_id = $1 AND e.message_id = u.id AND e.lease_id = u.token AND u.outcome = ''ok''', exceptions)
         USING g.id, p_tokens, p_ids, p_outcomes;
     EXECUTE format(
         'UPDATE %1$I AS e SET
-             state = CASE WHEN u.outcome = ''left'' THEN ''deferred''
-                          WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead''
-                          ELSE ''deferred'' END,
+             state = CASE WHEN is_final(u.outcome, e.attempts, $1.max_attempts) THEN ''dead'' ELSE ''deferred'' END,
              attempts = e.attempts + (u.outcome IN (''retry'', ''dead''))::int,
              delays = e.delays + (u.outcome = ''delay'')::int,
              losses = CASE WHEN u.outcome = ''left'' THEN e.losses ELSE 0 END,

@@ -18,10 +18,14 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::pool::Pooled;
 
 /// The mark is gone when the handler ends the transaction: settling refuses to go on in another one.
-const BEGIN: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL sqlstreams.transaction = 'lent'";
+macro_rules! begin {
+    () => {
+        "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL sqlstreams.transaction = 'lent'"
+    };
+}
+const BEGIN: &str = begin!();
 const MARK: &str = "lent";
-const COMMIT_AND_BEGIN: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL sqlstreams.transaction = 'lent'";
+const COMMIT_AND_BEGIN: &str = concat!("COMMIT; ", begin!());
 /// How long a rollback is waited for, behind what the handler may have left running.
 const ROLLED_BACK: Duration = Duration::from_secs(1);
 /// The pause between two looks at what became of a commit, growing from the first to the second.

@@ -328,7 +328,7 @@ impl Lanes {
         self.term.extend(sent + lease_duration);
     }
 
-    /// The keys and ids of what is held, as something that will not be run any more is given up.
+    /// Nothing is ours any more: goes on as another holder.
     pub(super) fn forget(&mut self) {
         self.term.end();
         *self = Self::new();
