@@ -8,14 +8,12 @@ use uuid::Uuid;
 
 use super::ids::IdSet;
 use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport, Surplus};
-use super::term::Term;
+use super::term::{Term, margin};
 use crate::outcome::Verdict;
 
 /// A report names at most so many finished ranges of a lease: with as many gaps a lease stays a small row. What is left out
 /// is named later.
 const MOST_RANGES: usize = 64;
-/// Handlers are told to stop this part of a lease before it runs out, but at most so long before.
-const MARGIN: (u32, Duration) = (8, Duration::from_secs(2));
 
 /// Where a message came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -488,7 +486,7 @@ impl Held {
 
     /// How long before its lease runs out a handler is told to stop.
     pub(crate) fn margin(&self) -> Duration {
-        (self.lease_duration / MARGIN.0).min(MARGIN.1)
+        margin(self.lease_duration)
     }
 
     pub(crate) fn lease_duration(&self) -> Duration {

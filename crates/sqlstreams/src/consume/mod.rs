@@ -83,6 +83,14 @@ impl Consumed {
     }
 }
 
+/// Until then, or for ever.
+async fn sleep_until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// So long after, or a year, which is for ever, where a clock does not reach that far.
 fn later(since: Instant, time: Duration) -> Instant {
     since.checked_add(time).unwrap_or(since + Duration::from_secs(86_400 * 365))

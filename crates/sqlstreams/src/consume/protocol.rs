@@ -370,6 +370,21 @@ impl Protocol {
         Ok(())
     }
 
+    /// The error in the user's words: the database knows streams and groups by number.
+    pub(super) fn named(&self, error: Error) -> Error {
+        let stream = crate::name::shorten(&self.stream.name);
+        let (kind, what) = match (error.kind(), error.sql_state()) {
+            (ErrorKind::UnknownGroup, _) => {
+                (ErrorKind::UnknownGroup, format!("the group was dropped from stream {stream}"))
+            }
+            (ErrorKind::UnknownStream, _) | (ErrorKind::SchemaMissing, Some("42P01")) => {
+                (ErrorKind::UnknownStream, format!("stream {stream} was dropped"))
+            }
+            _ => return error,
+        };
+        Error::new(kind, format!("{what} while it was being consumed")).with_source(error)
+    }
+
     pub(super) async fn rows(
         &self,
         query: &Query,

@@ -1,9 +1,17 @@
 //! How long what was claimed together is certainly ours.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
+
+/// Handlers are told to stop this part of a lease before it runs out, but at most so long before.
+const MARGIN: (u32, Duration) = (8, Duration::from_secs(2));
+
+/// How long before a lease of this duration runs out handlers are told.
+pub(crate) fn margin(lease_duration: Duration) -> Duration {
+    (lease_duration / MARGIN.0).min(MARGIN.1)
+}
 
 /// By our own clock: the server counts from later, so nobody else has a message before its term is over here.
 ///
@@ -57,8 +65,6 @@ impl Term {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     #[test]

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use sqlstreams::Client;
+use sqlstreams::{Client, Mode};
 use sqlstreams_dev::{Cluster, StopMode};
 
 use crate::journal::{Script, What};
@@ -37,10 +37,12 @@ fn has_word(statement: Statement<'_>, word: &str) -> bool {
 /// Something of a consumer's connections hangs; its handlers are cancelled before anybody else starts their messages.
 async fn is_cancelled_in_time(
     name: &'static str,
+    mode: Mode,
     script: Script,
     hangs: fn(Statement<'_>) -> bool,
 ) {
     let scene = Scene::new(name, 8, Duration::from_secs(2)).await;
+    scene.group.set_mode(mode).await.unwrap();
     let proxy = Proxy::start(&scene.place.url).await;
     let client = Client::connect(&proxy.url).await.unwrap();
     let first = scene.local_through(client, 1, 8, script).await;
@@ -73,13 +75,20 @@ async fn is_cancelled_in_time(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tb_036_a_handler_whose_heartbeats_hang_is_cancelled_before_another_may_start() {
-    is_cancelled_in_time("heartbeats", Script::Endless, |statement| has_word(statement, "extend"))
-        .await;
+    let hangs = |statement: Statement<'_>| has_word(statement, "extend");
+    is_cancelled_in_time("heartbeats", Mode::Parallel, Script::Endless, hangs).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn tb_036_a_handler_whose_connections_hang_is_cancelled_before_another_may_start() {
-    is_cancelled_in_time("everything", Script::HangFrom(0), |_| true).await;
+    is_cancelled_in_time("everything", Mode::Parallel, Script::HangFrom(0), |_| true).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_036_a_handler_of_an_ordered_group_whose_calls_hang_is_cancelled_before_another_may_start()
+ {
+    let hangs = |statement: Statement<'_>| has_word(statement, "advance_lanes");
+    is_cancelled_in_time("lanes", Mode::Ordered, Script::Endless, hangs).await;
 }
 
 /// A restart frees the locks that show consumers alive, and one of them takes some time to come back. Nobody takes that for

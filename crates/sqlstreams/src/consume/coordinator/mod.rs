@@ -21,14 +21,14 @@ use super::pace::Pace;
 use super::protocol::Protocol;
 use super::sieve::Sieve;
 use super::workers::{Finished, Job, Queue, Workers};
-use super::{Consumed, Settings};
+use super::{Consumed, Settings, sleep_until};
 use crate::backoff::Backoff;
 use crate::error::{Error, ErrorKind, Result};
 use crate::outcome::{Outcome, Verdict};
 use crate::wake::{Seen, Watch};
 
 /// How long news wait for more of them.
-const NEWS: Duration = Duration::from_millis(10);
+pub(super) const NEWS: Duration = Duration::from_millis(10);
 /// The pause after a failed call, growing from the first to the second.
 pub(super) const TROUBLE: (Duration, Duration) =
     (Duration::from_millis(100), Duration::from_secs(5));
@@ -123,7 +123,7 @@ impl Coordinator {
         self.health.update(|health| health.activity = Activity::Stopping);
         let stopped = self.stop().await;
         self.show();
-        worked.and(stopped).map(|()| self.consumed).map_err(|error| self.named(error))
+        worked.and(stopped).map(|()| self.consumed).map_err(|error| self.protocol.named(error))
     }
 
     async fn work(&mut self, goal: Option<i64>) -> Result<()> {
@@ -329,12 +329,7 @@ impl Coordinator {
             () = self.watch.news() => {}
             () = self.holding.changed.notified() => {}
             _ = &mut self.keeper => {}
-            () = async {
-                match until {
-                    Some(until) => tokio::time::sleep_until(until.into()).await,
-                    None => std::future::pending().await,
-                }
-            } => {}
+            () = sleep_until(until) => {}
         }
     }
 
@@ -364,20 +359,5 @@ impl Coordinator {
                 health.activity = if paused { Activity::Paused } else { Activity::Claiming };
             }
         });
-    }
-
-    /// The error in the user's words: the database knows streams and groups by number.
-    fn named(&self, error: Error) -> Error {
-        let stream = crate::name::shorten(&self.protocol.stream.name);
-        let (kind, what) = match (error.kind(), error.sql_state()) {
-            (ErrorKind::UnknownGroup, _) => {
-                (ErrorKind::UnknownGroup, format!("the group was dropped from stream {stream}"))
-            }
-            (ErrorKind::UnknownStream, _) | (ErrorKind::SchemaMissing, Some("42P01")) => {
-                (ErrorKind::UnknownStream, format!("stream {stream} was dropped"))
-            }
-            _ => return error,
-        };
-        Error::new(kind, format!("{what} while it was being consumed")).with_source(error)
     }
 }

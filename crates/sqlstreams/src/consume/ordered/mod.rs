@@ -15,27 +15,33 @@ use uuid::Uuid;
 
 use self::calls::Wanted;
 use self::lanes::{Lanes, Report};
+use super::coordinator::NEWS;
 use super::delivery::History;
 use super::health::{Activity, Health};
 use super::held::Source;
 use super::pace::Pace;
 use super::protocol::{Page, Protocol};
+use super::term::margin;
 use super::workers::{Finished, Job, Queue, Workers};
-use super::{Consumed, Settings, later};
+use super::{Consumed, Settings, later, sleep_until};
 use crate::backoff::{Backoff, jittered};
 use crate::error::{Error, ErrorKind, Result};
 use crate::outcome::{Outcome, Verdict};
 use crate::partitions;
 use crate::wake::{Seen, Watch};
 
-/// How long news wait for more of them.
-const NEWS: Duration = Duration::from_millis(10);
 /// The pause after a failed call, growing from the first to the second.
 const TROUBLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 /// How soon a consumer asks again that waits for lanes of others.
 const WAITING: Duration = Duration::from_millis(100);
-/// The part of a lease before its end at which handlers are told, but at most so long.
-const MARGIN: (u32, Duration) = (8, Duration::from_secs(2));
+
+/// What there was to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Called,
+    Idle,
+    CaughtUp,
+}
 
 pub(super) struct Ordered {
     protocol: Protocol,
@@ -102,7 +108,7 @@ impl Ordered {
         self.health.update(|health| health.activity = Activity::Stopping);
         let stopped = self.stop().await;
         self.show();
-        worked.and(stopped).map(|()| self.consumed)
+        worked.and(stopped).map(|()| self.consumed).map_err(|error| self.protocol.named(error))
     }
 
     async fn work(&mut self, goal: Option<i64>) -> Result<()> {
@@ -117,19 +123,27 @@ impl Ordered {
             if self.workers.has_dead() {
                 return Err(Error::new(ErrorKind::Closed, "one of the consumer's tasks has ended"));
             }
-            match self.step().await {
-                Ok(called) => {
+            let lapse = self.lapses_at();
+            let result = tokio::select! {
+                biased;
+                result = self.step_or_end(goal) => result,
+                () = sleep_until(lapse) => {
+                    // What has hung went back to the pool.
+                    self.protocol.stream.client.forget_idle_connections();
+                    continue;
+                }
+            };
+            match result {
+                Ok(Step::CaughtUp) => return Ok(()),
+                Ok(step) => {
+                    let called = step == Step::Called;
                     if called || trouble.has_begun() {
                         self.health.trouble(None);
                     }
                     trouble.reset();
-                    if called {
-                        continue;
+                    if !called {
+                        self.wait(None).await;
                     }
-                    if self.is_caught_up(goal).await? {
-                        return Ok(());
-                    }
-                    self.wait(None).await;
                 }
                 Err(error) if error.is_retryable() => {
                     let pause = trouble.pause();
@@ -144,6 +158,14 @@ impl Ordered {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    async fn step_or_end(&mut self, goal: Option<i64>) -> Result<Step> {
+        Ok(match self.step().await? {
+            true => Step::Called,
+            false if self.is_caught_up(goal).await? => Step::CaughtUp,
+            false => Step::Idle,
+        })
     }
 
     /// Makes the most urgent call, if any is to be made; says whether it made one.
@@ -375,14 +397,19 @@ impl Ordered {
     }
 
     fn margin(&self) -> Duration {
-        (self.lease_duration / MARGIN.0).min(MARGIN.1)
+        margin(self.lease_duration)
     }
 
     /// What could not be renewed in time is given up before anybody else may have it.
     fn lapse(&mut self) {
-        if !self.lanes.is_empty() && Instant::now() + self.margin() >= self.lanes.term.until() {
+        if self.lapses_at().is_some_and(|at| Instant::now() >= at) {
             self.lose("they could not be renewed in time");
         }
+    }
+
+    /// When what is held has to be given up, unless it is renewed before.
+    fn lapses_at(&self) -> Option<Instant> {
+        (!self.lanes.is_empty()).then(|| self.lanes.term.until() - self.margin())
     }
 
     /// Everything is somebody else's now, or free: starts again as another holder.
@@ -423,13 +450,12 @@ impl Ordered {
         let trouble = until.is_some();
         let held = !self.lanes.is_empty();
         let ask_again = self.ask_again.filter(|at| *at > Instant::now());
-        let lapse = self.lanes.term.until() - self.margin();
         let times = [
             until,
             self.news_due.filter(|_| !trouble),
             ask_again.filter(|_| !trouble),
             Some(self.renewal).filter(|_| held && !trouble),
-            Some(lapse).filter(|_| held),
+            self.lapses_at(),
         ];
         let first = times.into_iter().flatten().min();
         tokio::select! {
@@ -437,12 +463,7 @@ impl Ordered {
             () = self.settings.stop.cancelled() => {}
             Some(finished) = self.results.recv(), if !trouble => self.unabsorbed.extend(finished),
             () = self.watch.news(), if !trouble => {}
-            () = async {
-                match first {
-                    Some(first) => tokio::time::sleep_until(first.into()).await,
-                    None => std::future::pending().await,
-                }
-            } => {}
+            () = sleep_until(first) => {}
         }
     }
 
@@ -462,8 +483,12 @@ impl Ordered {
                 () = abort.cancelled() => {}
                 () = tokio::time::sleep_until(deadline.min(renewal).into()) => {
                     if Instant::now() >= self.renewal && !self.lanes.is_empty() {
-                        // A failure shows in the lapse.
-                        let _ = self.advance(0, false).await;
+                        let lapse = self.lapses_at();
+                        tokio::select! {
+                            // A failure shows in the lapse.
+                            _ = self.advance(0, false) => {}
+                            () = sleep_until(lapse) => {}
+                        }
                     }
                 }
             }
