@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use sqlstreams::{CancellationToken, Client, Delivery, RetryPolicy, Transaction};
+use sqlstreams::{CancellationToken, Client, Consumed, Delivery, Health, RetryPolicy, Transaction};
+use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use crate::support::{client, cluster, connect, count, database, eventually, numbers, until};
@@ -230,22 +231,45 @@ async fn transactions_that_are_never_dropped_stop_nobody() {
     .await;
 }
 
+/// A transactional consumer with a message, in a database that takes no more connections.
+struct Refused {
+    url: String,
+    admin: tokio_postgres::Client,
+    health: Health,
+    stop: CancellationToken,
+    consuming: JoinHandle<sqlstreams::Result<Consumed>>,
+}
+
+impl Refused {
+    async fn start() -> Self {
+        let url = database().await;
+        let client = Client::connect(&url).await.unwrap();
+        let admin = connect(&cluster().url("postgres")).await;
+        let stream = numbers(&client, "s", 0).await;
+        let stop = CancellationToken::new();
+        let consumer = stream.group("g").consumer().stop_on(stop.clone());
+        let health = consumer.health();
+        let consuming = tokio::spawn(
+            consumer.run_transactional(async |_: Delivery<u64>, _tx: Transaction| {}).into_future(),
+        );
+        eventually(async || health.snapshot().listening).await;
+        let refused = Self { url, admin, health, stop, consuming };
+        refused.allow_connections(false).await;
+        stream.producer().send(&1).await.unwrap();
+        refused
+    }
+
+    async fn allow_connections(&self, allowed: bool) {
+        let alter = format!("ALTER DATABASE {} ALLOW_CONNECTIONS {allowed}", name(&self.url));
+        self.admin.batch_execute(&alter).await.unwrap();
+    }
+}
+
 /// Handlers that get no transaction are trouble, for whoever watches.
 #[tokio::test(flavor = "multi_thread")]
 async fn health_tells_of_handlers_without_a_transaction() {
-    let url = database().await;
-    let client = Client::connect(&url).await.unwrap();
-    let (name, admin) = (name(&url), connect(&cluster().url("postgres")).await);
-    let stream = numbers(&client, "s", 0).await;
-    let stop = CancellationToken::new();
-    let consumer = stream.group("g").consumer().stop_on(stop.clone());
-    let health = consumer.health();
-    let consuming = tokio::spawn(
-        consumer.run_transactional(async |_: Delivery<u64>, _tx: Transaction| {}).into_future(),
-    );
-    eventually(async || health.snapshot().listening).await;
-    admin.batch_execute(&format!("ALTER DATABASE {name} ALLOW_CONNECTIONS false")).await.unwrap();
-    stream.producer().send(&1).await.unwrap();
+    let refused = Refused::start().await;
+    let Refused { health, stop, .. } = &refused;
     eventually(async || {
         let trouble = health.snapshot().trouble;
         trouble.is_some_and(|trouble| trouble.contains("not currently accepting connections"))
@@ -256,11 +280,11 @@ async fn health_tells_of_handlers_without_a_transaction() {
         assert!(health.snapshot().trouble.is_some());
         sleep(Duration::from_millis(20)).await;
     }
-    admin.batch_execute(&format!("ALTER DATABASE {name} ALLOW_CONNECTIONS true")).await.unwrap();
+    refused.allow_connections(true).await;
     eventually(async || health.snapshot().trouble.is_none()).await;
     eventually(async || health.snapshot().consumed.handled == 1).await;
     stop.cancel();
-    consuming.await.unwrap().unwrap();
+    refused.consuming.await.unwrap().unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -313,27 +337,15 @@ async fn a_connection_that_is_cut_costs_no_attempt() {
 /// A consumer that is stopped does not wait for transactions that its handlers cannot have.
 #[tokio::test(flavor = "multi_thread")]
 async fn stopping_does_not_wait_for_a_transaction() {
-    let url = database().await;
-    let client = Client::connect(&url).await.unwrap();
-    let (name, admin) = (name(&url), connect(&cluster().url("postgres")).await);
-    let stream = numbers(&client, "s", 0).await;
-    let stop = CancellationToken::new();
-    let consumer = stream.group("g").consumer().stop_on(stop.clone());
-    let health = consumer.health();
-    let consuming = tokio::spawn(
-        consumer.run_transactional(async |_: Delivery<u64>, _tx: Transaction| {}).into_future(),
-    );
-    eventually(async || health.snapshot().listening).await;
-    admin.batch_execute(&format!("ALTER DATABASE {name} ALLOW_CONNECTIONS false")).await.unwrap();
-    stream.producer().send(&1).await.unwrap();
-    eventually(async || health.snapshot().in_flight == 1).await;
-    stop.cancel();
-    let stopped = timeout(Duration::from_secs(5), consuming).await;
+    let mut refused = Refused::start().await;
+    eventually(async || refused.health.snapshot().in_flight == 1).await;
+    refused.stop.cancel();
+    let stopped = timeout(Duration::from_secs(5), &mut refused.consuming).await;
     stopped.expect("it waits").unwrap().unwrap();
     let free =
         "SELECT count(*) FROM sqlstreams.consumer_lease_1 WHERE expires_at > clock_timestamp()";
-    admin.batch_execute(&format!("ALTER DATABASE {name} ALLOW_CONNECTIONS true")).await.unwrap();
-    let db = connect(&url).await;
+    refused.allow_connections(true).await;
+    let db = connect(&refused.url).await;
     assert_eq!(count(&db, free).await, 0, "it has handed the message back");
 }
 
