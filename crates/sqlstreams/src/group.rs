@@ -354,8 +354,8 @@ impl<T, C> GroupBuilder<T, C> {
     /// # Errors
     /// As [`create`](Self::create) and [`open`](Self::open), but for "exists" and "unknown".
     pub async fn create_if_missing(self) -> Result<Group<T, C>> {
-        if let Some(id) = self.find().await? {
-            return self.opened(id).await;
+        if let Some((id, mode)) = self.find().await? {
+            return self.opened(id, mode).await;
         }
         match self.clone().create().await {
             // Somebody else was faster.
@@ -370,7 +370,7 @@ impl<T, C> GroupBuilder<T, C> {
     /// [`UnknownGroup`](ErrorKind::UnknownGroup), with the names that exist as its hint.
     pub async fn open(self) -> Result<Group<T, C>> {
         match self.find().await? {
-            Some(id) => self.opened(id).await,
+            Some((id, mode)) => self.opened(id, mode).await,
             None => {
                 let names: Vec<String> =
                     self.stream.groups().await?.into_iter().map(|g| g.group).collect();
@@ -384,7 +384,8 @@ impl<T, C> GroupBuilder<T, C> {
         }
     }
 
-    async fn find(&self) -> Result<Option<i64>> {
+    /// Its number and its mode, if it exists.
+    async fn find(&self) -> Result<Option<(i64, Mode)>> {
         check_name("group", &self.name)?;
         let stream = &self.stream.inner;
         let rows = stream
@@ -395,10 +396,10 @@ impl<T, C> GroupBuilder<T, C> {
                 "find the group",
             )
             .await?;
-        Ok(rows.first().map(|row| row.get(0)))
+        rows.first().map(|row| Ok((row.get(0), row.get::<_, &str>(7).parse()?))).transpose()
     }
 
-    async fn opened(self, id: i64) -> Result<Group<T, C>> {
+    async fn opened(self, id: i64, found: Mode) -> Result<Group<T, C>> {
         let settings = self.settings()?;
         let group = Group { stream: self.stream, id, name: self.name };
         if settings != Settings::default() {
@@ -408,7 +409,7 @@ impl<T, C> GroupBuilder<T, C> {
             group.set_bindings(bindings).await?;
         }
         if let Some(mode) = self.mode
-            && group.mode().await? != mode
+            && mode != found
         {
             group.set_mode(mode).await?;
         }
