@@ -21,7 +21,9 @@ async fn messages_come_when_they_are_due_in_that_order() {
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let mut consumers = Vec::new();
     for group in ["a", "b"] {
-        consumers.push(Running::start(&stream.group(group).create().await.unwrap()));
+        // Ordered: handlers of a parallel group may overtake each other where messages come together.
+        let group = stream.group(group).ordered().create().await.unwrap();
+        consumers.push(Running::start(&group));
     }
     let producer = stream.producer();
     let begun = Instant::now();
