@@ -107,8 +107,8 @@ pub(crate) struct Verdict {
     pub(crate) delay: Option<f64>,
     /// It was settled together with the handler's writes.
     pub(crate) settled: bool,
-    /// No handler had it: it had expired.
-    pub(crate) expired: bool,
+    /// As what it is counted.
+    pub(crate) counts: Option<&'static str>,
 }
 
 impl Verdict {
@@ -120,17 +120,17 @@ impl Verdict {
 
     /// It came too late for a handler: finished, for the server.
     pub(crate) fn expired() -> Self {
-        Self { expired: true, ..Outcome::Done.into() }
-    }
-
-    /// As what it is counted.
-    pub(crate) fn counts(&self) -> &'static str {
-        if self.expired { Self::EXPIRED } else { self.outcome }
+        Self { counts: Some(Self::EXPIRED), ..Outcome::Done.into() }
     }
 
     /// Handled, and settled in the handler's transaction.
     pub(crate) fn settled() -> Self {
         Self { settled: true, ..Outcome::Done.into() }
+    }
+
+    /// Handled, and rolled back, as an earlier handler had settled it, which was counted then.
+    pub(crate) fn settled_before() -> Self {
+        Self { counts: None, ..Self::settled() }
     }
 
     pub(crate) fn cancelled() -> Self {
@@ -152,7 +152,7 @@ impl From<Outcome> for Verdict {
             error: error.map(|e| storable(&e)),
             delay: delay.map(|d| d.as_secs_f64()),
             settled: false,
-            expired: false,
+            counts: Some(outcome),
         }
     }
 }

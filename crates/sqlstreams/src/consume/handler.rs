@@ -332,8 +332,10 @@ impl<T: Send + 'static> Run<T> {
             .zip(outcomes)
             .map(|(message, outcome)| match (&committed, outcome) {
                 (Committed::Yes, Outcome::Done) => Verdict::settled(),
+                (Committed::Before, Outcome::Done) => Verdict::settled_before(),
+                // It was one transaction: had it committed, nothing would be unsettled.
                 (Committed::Unsettled(ids, _), Outcome::Done) if !ids.contains(&message.id) => {
-                    Verdict::settled()
+                    Verdict::settled_before()
                 }
                 (Committed::Unsettled(_, error) | Committed::Broken(error), Outcome::Done) => {
                     message.again(describe(error))

@@ -244,11 +244,12 @@ impl Held {
         })
     }
 
-    /// A message was run to an end. Says whether that counts: it does not when it was lost meanwhile.
+    /// A message was run to an end. Says whether that counts: it does not when it was lost meanwhile, unless its handler's
+    /// transaction has committed.
     pub(crate) fn finished(&mut self, source: Source, id: i64, verdict: Verdict) -> bool {
         if !self.runs(source, id) {
             self.abandoned = self.abandoned.saturating_sub(1);
-            return false;
+            return verdict.settled;
         }
         if verdict.outcome == Verdict::CANCELLED {
             self.leave(source, id);
@@ -594,7 +595,11 @@ mod tests {
         let reports = held.progress();
         held.reported(&reports, &[token]);
         assert!(!held.may_start(Source::Lease { token, seq: 1 }, 1));
-        held.finished(Source::Lease { token, seq: 1 }, 1, Outcome::Retry("late".into()).into());
+        let source = Source::Lease { token, seq: 1 };
+        assert!(!held.finished(source, 1, Outcome::Retry("late".into()).into()));
+        assert!(held.is_empty() && !held.has_news(false));
+        // What has committed was handled, whoever has the lease.
+        assert!(held.finished(source, 2, Verdict::settled()));
         assert!(held.is_empty() && !held.has_news(false));
     }
 

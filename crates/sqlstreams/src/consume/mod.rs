@@ -71,7 +71,8 @@ pub struct Consumed {
 }
 
 impl Consumed {
-    fn count(&mut self, counts: &str) {
+    fn count(&mut self, counts: Option<&str>) {
+        let Some(counts) = counts else { return };
         let counter = match counts {
             "ok" => &mut self.handled,
             "retry" => &mut self.failed,

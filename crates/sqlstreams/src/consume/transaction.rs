@@ -62,6 +62,8 @@ pub(crate) struct Open {
 /// How the attempt to settle and commit ended.
 pub(crate) enum Committed {
     Yes,
+    /// Rolled back: an earlier handler has settled all of them.
+    Before,
     /// The messages belong to somebody else now.
     Lost,
     /// These have to be handled again, for this reason; the others are settled, by this transaction or before.
@@ -168,7 +170,8 @@ impl Open {
                 if let Some(open) = self.go_on(begun) {
                     open.give_back().await;
                 }
-                (look(protocol, messages, over, error).await, None)
+                let found = look(protocol, messages, over, error).await;
+                (if matches!(found, Committed::Yes) { Committed::Before } else { found }, None)
             }
             Some(_) if !error.is_of_connection() || is_of_handler(&error) => {
                 (Committed::No(error), self.go_on(begun))

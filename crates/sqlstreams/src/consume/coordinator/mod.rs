@@ -233,7 +233,7 @@ impl Coordinator {
 
     /// A message ends without having been run.
     fn end(&mut self, source: Source, id: i64, verdict: Verdict) {
-        let counts = verdict.counts();
+        let counts = verdict.counts;
         if self.holding.lock().finished(source, id, verdict) {
             self.consumed.count(counts);
         }
@@ -265,7 +265,7 @@ impl Coordinator {
         }
         let mut held = self.holding.lock();
         for Finished { source, id, verdict, .. } in finished.drain(..) {
-            let counts = verdict.counts();
+            let counts = verdict.counts;
             if held.finished(source, id, verdict) {
                 self.consumed.count(counts);
             }

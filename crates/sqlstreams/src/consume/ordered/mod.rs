@@ -352,9 +352,9 @@ impl Ordered {
 
     /// A message ends without having been run.
     fn end(&mut self, source: Source, id: i64, verdict: Verdict) {
-        let outcome = verdict.outcome;
+        let counts = verdict.counts;
         if self.lanes.finished(source, id, verdict).0 {
-            self.consumed.count(outcome);
+            self.consumed.count(counts);
         }
         self.news_due.get_or_insert_with(Instant::now);
     }
@@ -379,9 +379,9 @@ impl Ordered {
         self.queue.finished(finished.len());
         self.pace.finished(finished.len(), self.queue.waiting() == 0, now);
         for Finished { source, id, verdict, key } in finished {
-            let counts = verdict.counts();
+            let (counts, settled) = (verdict.counts, verdict.settled);
             let (was_ours, stopped) = self.lanes.finished(source, id, verdict);
-            if was_ours {
+            if was_ours || settled {
                 self.consumed.count(counts);
             }
             match (stopped, key) {
