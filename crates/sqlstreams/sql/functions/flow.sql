@@ -6,9 +6,9 @@ LANGUAGE sql IMMUTABLE AS $$
     SELECT coalesce(sum(upper(r) - lower(r)), 0)::bigint FROM unnest(p_ids) AS r
 $$;
 
--- How many messages are handed out: pending in leases that run, and exceptions in flight. What is behind a lease that ran
--- out or was handed back counts for nobody.
-CREATE OR REPLACE FUNCTION in_flight(p_stream bigint, p_group bigint, c group_cursor) RETURNS bigint
+-- How many messages are handed out: pending in leases that run, and exceptions in flight, in an ordered group those under such leases.
+-- What is behind a lease that ran out or was handed back counts for nobody.
+CREATE OR REPLACE FUNCTION in_flight(p_stream bigint, g consumer_group, c group_cursor) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     started    timestamptz := clock_timestamp();
@@ -16,9 +16,15 @@ DECLARE
     exceptions bigint;
 BEGIN
     EXECUTE format('SELECT coalesce(sum(id_count(pending)), 0) FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at > $3', 'consumer_lease_' || p_stream)
-        INTO leased USING p_group, c.first_open, started;
-    EXECUTE format('SELECT count(*) FROM %I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at > $2', 'exception_queue_' || p_stream)
-        INTO exceptions USING p_group, started;
+        INTO leased USING g.id, c.first_open, started;
+    IF g.mode = 'ordered' THEN
+        EXECUTE format('SELECT count(*) FROM %I AS l JOIN %I AS e ON e.group_id = $1 AND e.lease_id = l.token AND e.lane >= 0
+                        WHERE l.group_id = $1 AND l.seq >= $2 AND l.expires_at > $3', 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
+            INTO exceptions USING g.id, c.first_open, started;
+    ELSE
+        EXECUTE format('SELECT count(*) FROM %I WHERE group_id = $1 AND state = ''inflight'' AND lease_expires_at > $2', 'exception_queue_' || p_stream)
+            INTO exceptions USING g.id, started;
+    END IF;
     RETURN leased + exceptions;
 END $$;
 
@@ -32,7 +38,7 @@ DECLARE
 BEGIN
     room := CASE WHEN g.paused THEN 0 ELSE p_limit END;
     IF g.max_in_flight IS NOT NULL AND room > 0 THEN
-        room := greatest(0, least(room, g.max_in_flight - in_flight(p_stream, g.id, c)));
+        room := greatest(0, least(room, g.max_in_flight - in_flight(p_stream, g, c)));
     END IF;
     IF g.rate_limit IS NOT NULL AND room > 0 THEN
         since := greatest(c.paced_until, started - rate_burst(g));

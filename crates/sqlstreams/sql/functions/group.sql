@@ -99,12 +99,8 @@ CREATE OR REPLACE FUNCTION alter_group(p_stream bigint, p_group bigint, p_lease_
     p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
-DECLARE
-    old consumer_group := require_group(p_stream, p_group);
 BEGIN
-    IF old.mode = 'ordered' AND (p_max_in_flight > 0 OR p_rate_limit > 0) THEN
-        PERFORM refuse_limits(old.name);
-    END IF;
+    PERFORM require_group(p_stream, p_group);
     UPDATE consumer_group AS g SET
         lease_duration = n.lease_duration, max_attempts = n.max_attempts,
         backoff_base = n.backoff_base, backoff_factor = n.backoff_factor, backoff_cap = n.backoff_cap,

@@ -29,9 +29,6 @@ BEGIN
             USING ERRCODE = 'SQ014', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
     END IF;
     IF p_mode = 'ordered' THEN
-        IF g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL THEN
-            PERFORM refuse_limits(g.name);
-        END IF;
         c.cohorts := ARRAY[(-1, c.claimed)::lane_cohort];
         EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id) WHERE group_id = $1', exceptions) USING p_group;
     ELSE
@@ -51,11 +48,4 @@ BEGIN
     INSERT INTO audit (action, stream_name, group_name, detail)
         SELECT 'set_mode', s.name, g.name, jsonb_build_object('mode', p_mode) FROM stream AS s WHERE s.id = p_stream;
     PERFORM ring(ARRAY[p_stream]);
-END $$;
-
-CREATE OR REPLACE FUNCTION refuse_limits(p_name text) RETURNS void
-LANGUAGE plpgsql IMMUTABLE AS $$
-BEGIN
-    RAISE EXCEPTION 'group % is ordered, and takes neither max_in_flight nor rate_limit', quote_ident(p_name)
-        USING ERRCODE = 'SQ004', HINT = 'Lift the limits, or make the group parallel.';
 END $$;

@@ -1,27 +1,65 @@
 -- What the holder of lanes tells: see lanes.sql for the rules.
 
--- Whether all these leases are still p_holder's. If not, nothing is: whoever goes on with some of its leases after others were
--- taken over would step back behind what those have settled.
-CREATE OR REPLACE FUNCTION holds_lanes(p_stream bigint, p_group bigint, c group_cursor, p_holder uuid, p_seqs bigint[], p_tokens uuid[]) RETURNS boolean
+-- Where p_holder's leases lie that these tokens prove; NULL unless all of them are its own still. If one is not, nothing is: whoever
+-- goes on with some of its leases after others were taken over would step back behind what those have settled.
+CREATE OR REPLACE FUNCTION held_lanes(p_stream bigint, p_group bigint, c group_cursor, p_holder uuid, p_tokens uuid[]) RETURNS bigint[]
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     leases  text := 'consumer_lease_' || p_stream;
     started timestamptz := clock_timestamp();
-    hits    int;
+    held    bigint[];
+    held_by uuid[];
+    seqs    bigint[] := '{}';
 BEGIN
-    IF cardinality(p_tokens) > 0 THEN
-        EXECUTE format('SELECT count(*) FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND l.holder = $4', leases)
-            INTO hits USING p_group, p_seqs, p_tokens, p_holder;
-        IF hits < cardinality(p_tokens) THEN
-            EXECUTE format('UPDATE %I SET expires_at = $4, holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3', leases)
-                USING p_group, c.first_open, p_holder, started;
-            RETURN false;
-        END IF;
+    IF c.first_open < c.next_seq THEN
+        EXECUTE format('SELECT array_agg(seq), array_agg(token) FROM %I WHERE group_id = $1 AND seq >= $2 AND holder = $3', leases)
+            INTO held, held_by USING p_group, c.first_open, p_holder;
+        seqs := ARRAY(SELECT f.seq FROM unnest(p_tokens) WITH ORDINALITY AS u(token, n) JOIN unnest(held, held_by) AS f(seq, token) ON f.token = u.token ORDER BY u.n);
     END IF;
-    -- Claimed, but its holder never heard of it.
-    EXECUTE format('UPDATE %I SET expires_at = ''-infinity'', holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3 AND token <> ALL ($4)', leases)
-        USING p_group, c.first_open, p_holder, p_tokens;
-    RETURN true;
+    IF cardinality(seqs) < cardinality(p_tokens) THEN
+        EXECUTE format('UPDATE %I SET expires_at = $4, holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3', leases)
+            USING p_group, c.first_open, p_holder, started;
+        RETURN NULL;
+    END IF;
+    IF cardinality(held) > cardinality(seqs) THEN
+        -- Claimed, but its holder never heard of it.
+        EXECUTE format('UPDATE %I SET expires_at = ''-infinity'', holder = NULL WHERE group_id = $1 AND seq >= $2 AND holder = $3 AND token <> ALL ($4)', leases)
+            USING p_group, c.first_open, p_holder, p_tokens;
+    END IF;
+    RETURN seqs;
+END $$;
+
+-- Readers of leases start at the lowest open one and walk every dead row above it. A lease that lives long is therefore moved up
+-- from time to time; only its token stays.
+CREATE OR REPLACE FUNCTION move_lanes_up(p_stream bigint, p_group bigint, INOUT c group_cursor, INOUT p_seqs bigint[])
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    FOR i IN 1..cardinality(p_seqs) LOOP
+        IF p_seqs[i] < c.next_seq - 1000 THEN
+            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
+                            INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, pending, expires_at, reclaims)
+                            SELECT group_id, $3, token, owner, holder, lanes, pending, expires_at, reclaims FROM moved', 'consumer_lease_' || p_stream)
+                USING p_group, p_seqs[i], c.next_seq;
+            p_seqs[i] := c.next_seq;
+            c.next_seq := c.next_seq + 1;
+        END IF;
+    END LOOP;
+END $$;
+
+-- What one of the holder's leases has above p_after becomes two leases of its own: one for p_lanes, one for its other lanes. So
+-- what waits in a few lanes does not keep the others from being read on.
+CREATE OR REPLACE FUNCTION part_lanes(p_stream bigint, p_group bigint, p_seq bigint, p_after bigint, p_lanes bigint, p_tokens uuid[], INOUT c group_cursor)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    beyond int8multirange := int8multirange(int8range(p_after, NULL, '()'));
+BEGIN
+    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, pending, expires_at, reclaims)
+                    SELECT l.group_id, $3 + u.n - 1, u.token, l.owner, l.holder, CASE u.n WHEN 1 THEN l.lanes & ~$4 ELSE l.lanes & $4 END, l.pending * $5, l.expires_at, l.reclaims
+                    FROM %1$I AS l, unnest($6) WITH ORDINALITY AS u(token, n) WHERE l.group_id = $1 AND l.seq = $2 AND u.n <= 2', 'consumer_lease_' || p_stream)
+        USING p_group, p_seq, c.next_seq, p_lanes, beyond, p_tokens;
+    EXECUTE format('UPDATE %I SET pending = pending - $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream)
+        USING p_group, p_seq, beyond;
+    c.next_seq := c.next_seq + 2;
 END $$;
 
 -- Exceptions that ended: 'ok', 'retry', 'dead', 'delay', or 'left', which was not run. A failure that is tried again takes back

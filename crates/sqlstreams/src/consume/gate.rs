@@ -20,6 +20,8 @@ struct Key {
     /// One of its messages is let through and has not ended.
     busy: bool,
     shut: bool,
+    /// The message whose turn it is. It is in the queue again, perhaps behind later ones of its key.
+    next: Option<i64>,
 }
 
 impl Gate {
@@ -28,16 +30,16 @@ impl Gate {
         let Some(key) = &job.message.key else { return Some(job) };
         let mut keys = self.lock();
         let found = keys.entry(key.clone()).or_default();
-        if found.busy || found.shut {
+        let its_turn = found.next.is_none_or(|next| next == job.message.id);
+        if found.busy || found.shut || !its_turn {
             found.waiting.push_back(job);
             return None;
         }
-        found.busy = true;
+        (found.busy, found.next) = (true, None);
         Some(job)
     }
 
-    /// A message of the key has ended. Returns the next, to be put before all others of its key; none, if the last one is to be
-    /// tried again.
+    /// A message of the key has ended. Returns the next, to be put into the queue; none, if the last one is to be tried again.
     pub(crate) fn ended(&self, key: &str, again: bool) -> Option<Job> {
         let mut keys = self.lock();
         let found = keys.get_mut(key)?;
@@ -47,6 +49,7 @@ impl Gate {
             return None;
         }
         let next = found.waiting.pop_front();
+        found.next = next.as_ref().map(|job| job.message.id);
         if next.is_none() {
             keys.remove(key);
         }
@@ -64,9 +67,15 @@ impl Gate {
         }
     }
 
-    /// Takes away all that waits. What is being handled keeps its key.
+    /// Takes away all that waits; the queue is empty. What is being handled keeps its key.
     pub(crate) fn clear_all(&self) -> Vec<Job> {
-        self.lock().values_mut().flat_map(|key| std::mem::take(&mut key.waiting)).collect()
+        let mut keys = self.lock();
+        let waiting = keys.values_mut().flat_map(|key| std::mem::take(&mut key.waiting)).collect();
+        keys.retain(|_, key| {
+            key.next = None;
+            key.busy || key.shut
+        });
+        waiting
     }
 
     /// Nothing panics while it holds the lock, and the keys are whole between any two calls.

@@ -85,6 +85,19 @@ impl Pace {
         if free * 2 >= self.target { free } else { 0 }
     }
 
+    /// The same in an ordered group, where `excess` of those held are of lanes that hold more than their share: they do not use up the
+    /// room of others. But of what there is beyond that, which is as much again, a call takes half: it may be for a lane that comes to hold
+    /// too many.
+    pub(crate) fn room_beside(&self, held: usize, excess: usize) -> usize {
+        let beyond = (self.target * 2).saturating_sub(held);
+        self.room(held.saturating_sub(excess), false).min(beyond).min((beyond / 2).max(self.least))
+    }
+
+    /// About how many to hold.
+    pub(crate) fn target(&self) -> usize {
+        self.target
+    }
+
     /// How many of those held had better be left to others: none as long as it is not far too many.
     pub(crate) fn surplus(&self, held: usize) -> usize {
         let enough = self.target.max(self.least);

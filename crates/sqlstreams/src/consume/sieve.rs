@@ -18,14 +18,47 @@ const GROWTH: f64 = 8.0;
 #[derive(Debug)]
 pub(crate) struct Sieve {
     /// The part of the ids that are for the group, as far as is known.
-    share: f64,
-    most: usize,
+    share: Share,
+    most: Most,
     bound: bool,
+}
+
+/// Which part of the ids are messages that are wanted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Share(pub(crate) f64);
+
+impl Share {
+    /// Of so many ids these messages came.
+    pub(crate) fn found(&mut self, messages: f64, ids: usize) {
+        // Half a message more, or none would mean that there will never be any.
+        let share = ((messages + 0.5) / ids as f64).min(1.0);
+        // A dense part is believed at once: what is claimed there keeps others from it.
+        self.0 = if share > self.0 { share } else { share.max(self.0 / GROWTH) };
+    }
+}
+
+/// The most ids to claim at once: no more than are looked through in a moment.
+#[derive(Debug)]
+pub(crate) struct Most(pub(crate) usize);
+
+impl Most {
+    pub(crate) fn new() -> Self {
+        Self(MOST_IDS)
+    }
+
+    /// To claim so many ids and to read them took so long.
+    pub(crate) fn took(&mut self, ids: usize, elapsed: Duration) {
+        if elapsed > MOMENT {
+            self.0 = (ids / 2).clamp(FEWEST_IDS, self.0.max(FEWEST_IDS));
+        } else if elapsed < MOMENT / 2 && ids * 2 > self.0 {
+            self.0 = (self.0 * 2).min(MOST_IDS);
+        }
+    }
 }
 
 impl Sieve {
     pub(crate) fn new() -> Self {
-        Self { share: 1.0, most: MOST_IDS, bound: false }
+        Self { share: Share(1.0), most: Most::new(), bound: false }
     }
 
     /// Whether the group has bindings, as it said last.
@@ -35,15 +68,15 @@ impl Sieve {
 
     /// How many ids to claim for so many messages.
     pub(crate) fn width(&self, messages: usize, limited: bool) -> usize {
-        let most = if limited { self.most.min(MOST_LOCKED) } else { self.most };
+        let most = if limited { self.most.0.min(MOST_LOCKED) } else { self.most.0 };
         // As floats do: what is too large for the type is its largest.
-        let width = (messages as f64 / self.share) as usize;
+        let width = (messages as f64 / self.share.0) as usize;
         width.min(most).max(messages)
     }
 
     /// How many messages are expected among so many ids; none where there are no bindings.
     pub(crate) fn expected(&self, ids: usize) -> usize {
-        if self.bound { (ids as f64 * self.share) as usize } else { 0 }
+        if self.bound { (ids as f64 * self.share.0) as usize } else { 0 }
     }
 
     /// A claim was about these ids (`None`: the group has no bindings), and took so long.
@@ -53,25 +86,16 @@ impl Sieve {
             return;
         };
         self.bound = true;
-        if ids == 0 {
-            return;
-        }
-        if elapsed > MOMENT {
-            self.most = (ids / 2).clamp(FEWEST_IDS, self.most.max(FEWEST_IDS));
-        } else if elapsed < MOMENT / 2 && ids * 2 > self.most {
-            self.most = (self.most * 2).min(MOST_IDS);
+        if ids > 0 {
+            self.most.took(ids, elapsed);
         }
     }
 
     /// Of so many ids these messages came.
     pub(crate) fn found(&mut self, messages: usize, ids: usize) {
-        if !self.bound || ids == 0 {
-            return;
+        if self.bound && ids > 0 {
+            self.share.found(messages as f64, ids);
         }
-        // Half a message more, or none would mean that there will never be any.
-        let share = ((messages as f64 + 0.5) / ids as f64).min(1.0);
-        // A dense part is believed at once: what is claimed there keeps others from it.
-        self.share = if share > self.share { share } else { share.max(self.share / GROWTH) };
     }
 }
 

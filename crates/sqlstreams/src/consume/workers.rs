@@ -57,7 +57,7 @@ pub(crate) struct Work {
 /// The messages that wait for a worker.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    jobs: Mutex<VecDeque<Job>>,
+    jobs: Mutex<Jobs>,
     /// One permit for each job in the queue.
     ready: Semaphore,
     paused: AtomicBool,
@@ -68,6 +68,34 @@ pub(crate) struct Queue {
     margin: AtomicUsize,
     /// In an ordered group, what keeps the messages of a key apart.
     gate: Option<Gate>,
+}
+
+/// Two rows that take turns: messages as they came, and those that waited for one of their key to end. So a key of which many
+/// wait leaves every second place to the others.
+#[derive(Debug, Default)]
+struct Jobs {
+    rows: [VecDeque<Job>; 2],
+    turn: usize,
+}
+
+/// Where messages stand as they came, and where those do that waited for one of their key.
+const CAME: usize = 0;
+const WAITED: usize = 1;
+
+impl Jobs {
+    fn len(&self) -> usize {
+        self.rows.iter().map(VecDeque::len).sum()
+    }
+
+    fn take(&mut self) -> Option<Job> {
+        self.turn = 1 - self.turn;
+        let [turn, other] = [self.turn, 1 - self.turn];
+        self.rows[turn].pop_front().or_else(|| self.rows[other].pop_front())
+    }
+
+    fn retain(&mut self, mut keep: impl FnMut(&Job) -> bool) {
+        self.rows.iter_mut().for_each(|row| row.retain(&mut keep));
+    }
 }
 
 impl Workers {
@@ -165,7 +193,7 @@ impl Queue {
     pub(crate) fn new(gate: Option<Gate>) -> Self {
         Self {
             gate,
-            jobs: Mutex::new(VecDeque::new()),
+            jobs: Mutex::default(),
             ready: Semaphore::new(0),
             paused: AtomicBool::new(false),
             resumed: Notify::new(),
@@ -177,7 +205,7 @@ impl Queue {
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = Job>) {
         let mut queue = self.lock();
         let before = queue.len();
-        queue.extend(jobs);
+        queue.rows[CAME].extend(jobs);
         let added = queue.len() - before;
         drop(queue);
         self.unfinished.fetch_add(added, Ordering::Relaxed);
@@ -235,7 +263,7 @@ impl Queue {
             let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
             let again = !matches!(finished.verdict.outcome, "ok" | "dead");
             if let Some(next) = gate.ended(&key, again) {
-                queue.push_front(next);
+                queue.rows[WAITED].push_back(next);
                 added += 1;
             }
             finished.key = Some(key);
@@ -261,7 +289,7 @@ impl Queue {
         let mut queue = self.lock();
         let waiting = gate.clear(key);
         let added = waiting.len();
-        waiting.into_iter().rev().for_each(|job| queue.push_front(job));
+        waiting.into_iter().rev().for_each(|job| queue.rows[CAME].push_front(job));
         drop(queue);
         self.ready.add_permits(added);
     }
@@ -269,8 +297,9 @@ impl Queue {
     /// Takes the last jobs back, at most so many, that no worker has taken yet.
     pub(crate) fn take_last(&self, most: usize) -> Vec<(Source, i64)> {
         let mut jobs = self.lock();
-        let kept = jobs.len().saturating_sub(most);
-        let taken: Vec<_> = jobs.split_off(kept).iter().map(Job::place).collect();
+        let came = &mut jobs.rows[CAME];
+        let kept = came.len().saturating_sub(most);
+        let taken: Vec<_> = came.split_off(kept).iter().map(Job::place).collect();
         drop(jobs);
         self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
         taken
@@ -307,7 +336,7 @@ impl Queue {
             if count == 0 {
                 continue;
             }
-            let mut jobs: Vec<Job> = queue.drain(..count).collect();
+            let mut jobs: Vec<Job> = std::iter::from_fn(|| queue.take()).take(count).collect();
             // Under the lock, or a key could be forgotten between the two.
             if let Some(gate) = &self.gate {
                 jobs = jobs.into_iter().filter_map(|job| gate.admit(job)).collect();
@@ -348,7 +377,7 @@ impl Queue {
     }
 
     /// Nothing panics while it holds the lock, and a queue of jobs is whole between any two calls.
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Job>> {
+    fn lock(&self) -> MutexGuard<'_, Jobs> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -29,6 +29,7 @@ mod frozen;
 mod groups;
 mod handlers;
 mod horizon;
+mod hot_key;
 mod idempotency;
 mod idle;
 mod ids;

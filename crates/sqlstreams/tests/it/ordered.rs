@@ -370,7 +370,7 @@ async fn lanes_that_are_behind_are_not_passed_over_by_a_change_of_mode() {
 /// What a claim touches, in pages of the buffer cache.
 async fn pages_of_a_claim(db: &tokio_postgres::Client) -> i64 {
     let claim = "EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON)
-        SELECT sqlstreams.advance_lanes(1, 1, gen_random_uuid(), NULL, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
+        SELECT sqlstreams.advance_lanes(1, 1, gen_random_uuid(), NULL, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
                                         '{}', '{}', '{}', '{}', '{}', '{}', 500, false, gen_random_uuid())";
     db.batch_execute("BEGIN").await.unwrap();
     let answer = db.simple_query(claim).await.unwrap();

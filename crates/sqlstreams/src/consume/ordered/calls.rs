@@ -7,7 +7,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
-use super::lanes::Report;
+use super::lanes::{Part, Report};
 use crate::client::{BOOKKEEPING, run, within};
 use crate::consume::ids::IdSet;
 use crate::consume::protocol::{
@@ -25,23 +25,44 @@ pub(super) struct Advanced {
     pub(super) paused: bool,
     /// There is something to read, but no lane for us yet.
     pub(super) waiting: bool,
+    /// The group has a limit: what is finished is to be told at once.
+    pub(super) limited: bool,
+    /// The rate limit is used up for so long.
+    pub(super) wait: Option<Duration>,
+    pub(super) read: Read,
     pub(super) page: Result<Page>,
+}
+
+/// What of the log a claim is about.
+#[derive(Debug, Default)]
+pub(super) struct Read {
+    pub(super) lanes: u64,
+    /// How many ids, of which there may be none to hand out.
+    pub(super) ids: usize,
+    /// Up to where the lanes are read now; `None`: no further than before.
+    pub(super) reached: Option<i64>,
 }
 
 /// A new lease: a range, or exceptions.
 #[derive(Debug)]
 pub(super) struct Claimed {
     pub(super) seq: i64,
+    pub(super) lanes: u64,
     pub(super) pending: IdSet,
     pub(super) exceptions: Vec<ClaimedException>,
     pub(super) suspect: bool,
 }
 
 /// What is asked for.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct Wanted {
     /// About so many messages, 0 for none.
     pub(super) limit: usize,
+    /// Of these lanes, among so many ids.
+    pub(super) lanes: u64,
+    pub(super) width: usize,
+    /// A lease that is to be parted first.
+    pub(super) part: Option<Part>,
     pub(super) suspect: bool,
     /// Under which the lease will be known.
     pub(super) token: Uuid,
@@ -55,13 +76,16 @@ impl Protocol {
         &self,
         holder: Uuid,
         report: &Report,
-        wanted: Wanted,
+        wanted: &Wanted,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
-        let Wanted { limit, suspect, token, bytes } = wanted;
-        let limit = limit as i64;
+        let Wanted { limit, lanes, width, ref part, suspect, token, bytes } = *wanted;
+        let (limit, lanes, width) = (limit as i64, lanes.cast_signed(), width as i64);
+        let parted = part.as_ref().map(|part| part.token);
+        let part_after = part.as_ref().map(|part| part.after);
+        let part_lanes = part.as_ref().map(|part| part.lanes.cast_signed());
+        let part_tokens = part.as_ref().map(|part| part.tokens.to_vec());
         let owner = self.owner();
-        let seqs: Vec<i64> = report.leases.iter().map(|l| l.seq).collect();
         let tokens: Vec<Uuid> = report.leases.iter().map(|l| l.token).collect();
         let finished: Vec<bool> = report.leases.iter().map(|l| l.finished).collect();
         let done: Vec<String> = report.leases.iter().map(|l| l.done.to_string()).collect();
@@ -81,12 +105,11 @@ impl Protocol {
 
         let client = &self.stream.client;
         let advance = &client.inner.queries.advance_lanes;
-        let params: [&(dyn ToSql + Sync); 22] = [
+        let params: [&(dyn ToSql + Sync); 27] = [
             &self.stream.id,
             &self.group,
             &holder,
             &owner,
-            &seqs,
             &tokens,
             &done,
             &finished,
@@ -104,6 +127,12 @@ impl Protocol {
             &limit,
             &suspect,
             &token,
+            &lanes,
+            &width,
+            &parted,
+            &part_after,
+            &part_lanes,
+            &part_tokens,
         ];
         let connection = client.connection(doing).await?;
         let sent = Instant::now();
@@ -148,27 +177,35 @@ impl Advanced {
             None => None,
             Some(seq) => Some(Claimed {
                 seq,
-                pending: parse_ids(row.get(2))?,
+                lanes: row.get::<_, i64>(2).cast_unsigned(),
+                pending: parse_ids(row.get(3))?,
                 exceptions: exceptions(row),
-                suspect: row.get::<_, Option<bool>>(7).unwrap_or(false),
+                suspect: row.get::<_, Option<bool>>(8).unwrap_or(false),
             }),
         };
         Ok(Self {
             lost: row.get(0),
             claimed,
-            lease_duration: milliseconds(row.get(8)),
-            paused: row.get(9),
-            waiting: row.get(10),
+            lease_duration: milliseconds(row.get(9)),
+            paused: row.get(10),
+            waiting: row.get(11),
+            limited: row.get(12),
+            wait: row.get::<_, Option<i64>>(13).map(milliseconds),
+            read: Read {
+                lanes: row.get::<_, Option<i64>>(2).unwrap_or(0).cast_unsigned(),
+                ids: row.get::<_, Option<i64>>(14).map_or(0, |ids| ids.max(0) as usize),
+                reached: row.get(15),
+            },
             page,
         })
     }
 }
 
 fn exceptions(row: &Row) -> Vec<ClaimedException> {
-    let Some(ids) = row.get::<_, Option<Vec<i64>>>(3) else { return Vec::new() };
-    let attempts: Vec<i32> = row.get(4);
-    let delays: Vec<i32> = row.get(5);
-    let first: Vec<SystemTime> = row.get(6);
+    let Some(ids) = row.get::<_, Option<Vec<i64>>>(4) else { return Vec::new() };
+    let attempts: Vec<i32> = row.get(5);
+    let delays: Vec<i32> = row.get(6);
+    let first: Vec<SystemTime> = row.get(7);
     ids.into_iter()
         .zip(attempts)
         .zip(delays)

@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
+use super::calls::Claimed;
+use super::crowd::{Crowd, Crowded};
 use crate::consume::delivery::History;
 use crate::consume::held::Source;
 use crate::consume::ids::IdSet;
@@ -29,11 +31,15 @@ pub(super) struct Lanes {
     ended: Vec<Ended>,
     /// Keys of which nothing may run until the server has heard that one of their messages failed.
     stopped: HashSet<String>,
+    crowd: Crowd,
 }
 
 #[derive(Debug)]
 struct Lease {
+    /// Where it lay when it was claimed: it may have been moved since.
     seq: i64,
+    /// It is for these; of what is finished some may be somebody else's again.
+    lanes: u64,
     /// As the server has it, or more: what it has made exceptions of is not known here.
     pending: IdSet,
     /// Messages with ids below this were fetched.
@@ -51,6 +57,7 @@ struct Lease {
 struct Open {
     source: Source,
     key: Option<String>,
+    lane: Option<usize>,
 }
 
 /// A first delivery that failed.
@@ -73,11 +80,21 @@ pub(super) struct Ended {
 /// What is told of one lease.
 #[derive(Debug)]
 pub(super) struct LeaseReport {
-    pub(super) seq: i64,
     pub(super) token: Uuid,
     pub(super) done: IdSet,
     /// Nothing of it is left.
     pub(super) finished: bool,
+}
+
+/// A lease of which what is not fetched yet is parted by lanes.
+#[derive(Debug, Clone)]
+pub(super) struct Part {
+    pub(super) token: Uuid,
+    /// The ids above this one.
+    pub(super) after: i64,
+    pub(super) lanes: u64,
+    /// Of the new leases: for its other lanes, and for `lanes`.
+    pub(super) tokens: [Uuid; 2],
 }
 
 /// What is told in one call.
@@ -90,6 +107,20 @@ pub(super) struct Report {
 }
 
 impl Lease {
+    fn new(seq: i64, lanes: u64, pending: IdSet) -> Self {
+        Self {
+            seq,
+            lanes,
+            fetched_to: pending.first().unwrap_or(i64::MIN),
+            pending,
+            open: BTreeSet::new(),
+            dropped: BTreeSet::new(),
+            exceptions: Vec::new(),
+            suspect: false,
+            one_by_one: false,
+        }
+    }
+
     fn is_fetched(&self) -> bool {
         self.exceptions.is_empty() && self.pending.last().is_none_or(|last| self.fetched_to > last)
     }
@@ -115,6 +146,7 @@ impl Lanes {
             failed: Vec::new(),
             ended: Vec::new(),
             stopped: HashSet::new(),
+            crowd: Crowd::new(),
         }
     }
 
@@ -131,35 +163,60 @@ impl Lanes {
         self.leases.values().any(|lease| lease.suspect)
     }
 
+    /// Lanes of which so many messages are held that the rest had better wait.
+    pub(super) fn crowded(&self, target: usize, limited: bool) -> Crowded {
+        match limited {
+            true => Crowded { lanes: self.crowd.busy(), excess: 0 },
+            false => self.crowd.crowded(target),
+        }
+    }
+
     /// A range was claimed, or exceptions.
-    pub(super) fn claimed(
-        &mut self,
-        seq: i64,
-        token: Uuid,
-        pending: IdSet,
-        exceptions: Vec<ClaimedException>,
-        suspect: bool,
-    ) {
-        let fetched_to = pending.first().unwrap_or(i64::MIN);
-        let (open, dropped) = (BTreeSet::new(), BTreeSet::new());
-        let lease = Lease {
-            seq,
-            pending,
-            fetched_to,
-            open,
-            dropped,
-            exceptions,
-            suspect,
-            one_by_one: false,
-        };
+    pub(super) fn claimed(&mut self, token: Uuid, claimed: Claimed) {
+        let Claimed { seq, lanes, pending, exceptions, suspect, .. } = claimed;
+        let lease = Lease { exceptions, suspect, ..Lease::new(seq, lanes, pending) };
         self.leases.insert(token, lease);
     }
 
-    /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
-    pub(super) fn unfetched(&self) -> Option<(Uuid, i64, bool)> {
-        let open = self.leases.iter().filter(|(_, l)| !l.is_fetched() && l.exceptions.is_empty());
+    /// A lease of ranges with messages that were not fetched yet and are to be, the id after which they come, and whether to fetch
+    /// them one by one.
+    pub(super) fn unfetched(&self, crowded: u64) -> Option<(Uuid, i64, bool)> {
+        let open = self.partly_fetched().filter(|(_, l)| l.lanes & crowded == 0);
         let (token, lease) = open.min_by_key(|(_, l)| l.seq)?;
         Some((*token, lease.fetched_to - 1, lease.one_by_one))
+    }
+
+    /// Lanes of which there is more in what is held: that comes before what follows in the log.
+    pub(super) fn unfetched_lanes(&self) -> u64 {
+        self.partly_fetched().fold(0, |lanes, (_, lease)| lanes | lease.lanes)
+    }
+
+    /// A lease that cannot be fetched further for the sake of some of its lanes only.
+    pub(super) fn to_part(&self, crowded: u64) -> Option<Part> {
+        let mixed = |l: &Lease| l.lanes & crowded != 0 && l.lanes & !crowded != 0;
+        let (token, lease) = self.partly_fetched().find(|(_, l)| mixed(l))?;
+        Some(Part {
+            token: *token,
+            after: lease.fetched_to - 1,
+            lanes: lease.lanes & crowded,
+            tokens: [Uuid::new_v4(), Uuid::new_v4()],
+        })
+    }
+
+    /// It was parted.
+    pub(super) fn parted(&mut self, part: &Part) {
+        let Some(lease) = self.leases.get_mut(&part.token) else { return };
+        let rest = lease.pending.from(part.after + 1);
+        lease.pending = lease.pending.minus(&rest);
+        lease.fetched_to = i64::MAX;
+        let (seq, lanes) = (lease.seq, lease.lanes);
+        for (token, lanes) in part.tokens.iter().zip([lanes & !part.lanes, part.lanes]) {
+            self.leases.insert(*token, Lease::new(seq, lanes, rest.clone()));
+        }
+    }
+
+    fn partly_fetched(&self) -> impl Iterator<Item = (&Uuid, &Lease)> {
+        self.leases.iter().filter(|(_, l)| !l.is_fetched() && l.exceptions.is_empty())
     }
 
     /// Exceptions whose messages were not fetched yet.
@@ -198,14 +255,23 @@ impl Lanes {
     }
 
     /// A message is there to be run. Not if its key is stopped: then it goes back with the next call.
-    pub(super) fn opened(&mut self, source: Source, id: i64, key: Option<&String>) -> bool {
+    pub(super) fn opened(
+        &mut self,
+        source: Source,
+        id: i64,
+        key: Option<&String>,
+        lane: Option<usize>,
+    ) -> bool {
         let token = token_of(source);
         let stopped = key.is_some_and(|key| self.stopped.contains(key));
         let Some(lease) = self.leases.get_mut(&token) else { return false };
         match (stopped, source) {
             (false, _) => {
                 lease.open.insert(id);
-                self.open.insert(id, Open { source, key: key.cloned() });
+                if let (Some(key), Some(lane)) = (key, lane) {
+                    self.crowd.came(key, lane);
+                }
+                self.open.insert(id, Open { source, key: key.cloned(), lane });
                 true
             }
             (true, Source::Lease { .. }) => {
@@ -236,7 +302,7 @@ impl Lanes {
             // It stays open: nobody else may have it before this holder is lost, or hands it back.
             return (false, None);
         }
-        let Some(Open { key, .. }) = self.open.remove(&id) else { return (false, None) };
+        let Some(Open { key, .. }) = self.close(id) else { return (false, None) };
         if let Some(lease) = self.leases.get_mut(&token) {
             lease.open.remove(&id);
             if matches!(source, Source::Lease { .. }) && outcome != "ok" {
@@ -257,6 +323,14 @@ impl Lanes {
         (true, stopped)
     }
 
+    fn close(&mut self, id: i64) -> Option<Open> {
+        let open = self.open.remove(&id)?;
+        if let (Some(key), Some(lane)) = (&open.key, open.lane) {
+            self.crowd.went(key, lane);
+        }
+        Some(open)
+    }
+
     /// The server makes exceptions of all that is fetched of a key.
     fn stop(&mut self, key: &str) {
         self.stopped.insert(key.to_owned());
@@ -267,7 +341,7 @@ impl Lanes {
             .map(|(id, _)| *id)
             .collect();
         for id in ids {
-            let Some(Open { source, key }) = self.open.remove(&id) else { continue };
+            let Some(Open { source, key, .. }) = self.close(id) else { continue };
             let token = token_of(source);
             if let Some(lease) = self.leases.get_mut(&token) {
                 lease.open.remove(&id);
@@ -291,13 +365,11 @@ impl Lanes {
     /// All there is to tell, of all leases.
     pub(super) fn report(&self) -> Report {
         let told = |(token, lease): (&Uuid, &Lease)| LeaseReport {
-            seq: lease.seq,
             token: *token,
             done: lease.done(),
             finished: lease.is_finished(),
         };
-        let mut leases: Vec<_> = self.leases.iter().map(told).collect();
-        leases.sort_unstable_by_key(|lease| lease.seq);
+        let leases = self.leases.iter().map(told).collect();
         let dropped = self.leases.iter().filter(|(_, l)| !l.dropped.is_empty());
         Report {
             leases,

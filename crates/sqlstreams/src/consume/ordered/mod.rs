@@ -4,7 +4,9 @@
 //! run is decided by the gate (consume/gate.rs), since a worker goes on with the next one by itself.
 
 mod calls;
+mod crowd;
 mod lanes;
+mod shares;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -13,8 +15,10 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use uuid::Uuid;
 
-use self::calls::Wanted;
+use self::calls::{Claimed, Read, Wanted};
+use self::crowd::LANES;
 use self::lanes::{Lanes, Report};
+use self::shares::Shares;
 use super::coordinator::NEWS;
 use super::delivery::History;
 use super::health::{Activity, Health};
@@ -26,6 +30,7 @@ use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings, later, sleep_until};
 use crate::backoff::{Backoff, jittered};
 use crate::error::{Error, ErrorKind, Result};
+use crate::message::RawMessage;
 use crate::outcome::{Outcome, Verdict};
 use crate::partitions;
 use crate::wake::{Seen, Watch};
@@ -52,9 +57,16 @@ pub(super) struct Ordered {
     watch: Watch,
     health: Health,
     pace: Pace,
+    shares: Shares,
     consumed: Consumed,
     lanes: Lanes,
     seen: Seen,
+    /// Lanes that had nothing of what was seen.
+    dry: u64,
+    /// The group has a limit: others wait for what we finish.
+    limited: bool,
+    /// Until then the rate limit is used up.
+    not_before: Instant,
     lease_duration: Duration,
     /// When everything has to be renewed.
     renewal: Instant,
@@ -89,8 +101,12 @@ impl Ordered {
             queue,
             results,
             watch,
+            shares: Shares::new(),
             lanes: Lanes::new(),
             seen: Seen::ANYTHING,
+            dry: 0,
+            limited: false,
+            not_before: now,
             lease_duration: Duration::from_secs(15),
             renewal: now,
             news_due: None,
@@ -171,11 +187,15 @@ impl Ordered {
     /// Makes the most urgent call, if any is to be made; says whether it made one.
     async fn step(&mut self) -> Result<bool> {
         let now = Instant::now();
-        self.seen.add(self.watch.take());
+        let news = self.watch.take();
+        if news != Seen::default() {
+            self.seen.add(news);
+            self.dry = 0;
+        }
         let paused = self.watch.is_paused();
         self.queue.pause(paused);
         if now >= self.renewal && !self.lanes.is_empty() {
-            self.advance(0, false).await?;
+            self.tell().await?;
             return Ok(true);
         }
         let hungry = self.queue.waiting() < self.settings.concurrency * self.settings.batch_size;
@@ -183,23 +203,48 @@ impl Ordered {
             self.fetch_exceptions(token, ids).await?;
             return Ok(true);
         }
-        let room = self.pace.room(self.lanes.messages(), false);
-        let unfetched = self.lanes.unfetched();
+        let (held, limited) = (self.lanes.messages(), self.limited);
+        let crowded = self.lanes.crowded(self.pace.target(), limited);
+        let room = match limited {
+            true => self.pace.room(held, true),
+            false => self.pace.room_beside(held, crowded.excess),
+        };
+        let crowding = crowded.lanes;
+        // What a group that has a limit has handed out is counted, and fetched in any case.
+        let crowded = if limited { 0 } else { crowding };
         if room > 0
-            && let Some((token, after, one_by_one)) = unfetched
+            && let Some((token, after, one_by_one)) = self.lanes.unfetched(crowded)
         {
             self.fetch(token, after, if one_by_one { 1 } else { room }).await?;
             return Ok(true);
         }
+        if room > 0
+            && let Some(part) = self.lanes.to_part(crowded)
+        {
+            let wanted = Wanted { part: Some(part), ..self.nothing() };
+            self.advance(wanted).await?;
+            return Ok(true);
+        }
         let news = self.lanes.has_news()
-            && (self.queue.unfinished() == 0 || self.news_due.is_some_and(|due| now >= due));
+            && (limited
+                || self.queue.unfinished() == 0
+                || self.news_due.is_some_and(|due| now >= due));
         let suspect = self.seen.suspect && self.may_take_suspect();
         let anything = self.seen.fresh || self.seen.lapsed || self.seen.due || suspect;
-        let asking = self.ask_again.is_none_or(|at| now >= at);
-        // Ranges are read in order: the next one when the last has been fetched.
-        let claim = anything && asking && !paused && room > 0 && unfetched.is_none();
-        if news || claim {
-            self.advance(if claim { room } else { 0 }, claim && suspect).await?;
+        let asking = self.ask_again.is_none_or(|at| now >= at) && now >= self.not_before;
+        // A lane is read in order: what follows when what is held of it has been fetched.
+        let lanes = !(crowding | self.lanes.unfetched_lanes());
+        // What was finished makes room where there is a limit.
+        let anything = anything && lanes & !self.dry != 0 || limited && news;
+        let claim = anything && asking && !paused && room > 0 && lanes != 0;
+        if claim {
+            let width = self.shares.width(room, lanes);
+            let wanted = Wanted { limit: room, lanes, width, suspect, ..self.nothing() };
+            self.advance(wanted).await?;
+            return Ok(true);
+        }
+        if news {
+            self.tell().await?;
             return Ok(true);
         }
         if suspect {
@@ -208,23 +253,48 @@ impl Ordered {
         Ok(false)
     }
 
-    async fn advance(&mut self, limit: usize, suspect: bool) -> Result<()> {
+    /// Asks for nothing.
+    fn nothing(&self) -> Wanted {
+        Wanted {
+            limit: 0,
+            lanes: u64::MAX,
+            width: 0,
+            part: None,
+            suspect: false,
+            token: Uuid::new_v4(),
+            bytes: self.pace.fetch_bytes(),
+        }
+    }
+
+    /// Settles and renews what is held.
+    async fn tell(&mut self) -> Result<()> {
+        self.advance(self.nothing()).await
+    }
+
+    async fn advance(&mut self, wanted: Wanted) -> Result<()> {
         let report = self.lanes.report();
-        let wanted =
-            Wanted { limit, suspect, token: Uuid::new_v4(), bytes: self.pace.fetch_bytes() };
+        let Wanted { limit, lanes, suspect, token, .. } = wanted;
         let sent = Instant::now();
-        let advanced = self.protocol.advance_lanes(self.lanes.holder, &report, wanted).await?;
+        let advanced = self.protocol.advance_lanes(self.lanes.holder, &report, &wanted).await?;
         self.watch.set_paused(advanced.paused);
+        self.limited = advanced.limited;
+        self.not_before = advanced.wait.map_or(self.not_before, |wait| sent + wait);
         if advanced.lost {
             self.lose("they were taken over");
             return Ok(());
         }
         self.told(&report, sent, advanced.lease_duration);
+        if let Some(part) = &wanted.part {
+            self.lanes.parted(part);
+        }
         self.ask_again = advanced.waiting.then(|| sent + WAITING);
+        let read = advanced.read;
+        self.shares.claimed(lanes, &read, sent.elapsed());
         let Some(claimed) = advanced.claimed else {
-            if limit > 0 && !advanced.waiting {
-                self.watch.claimed_nothing();
-                self.seen = Seen { suspect: self.seen.suspect && !suspect, ..Seen::default() };
+            self.shares.found(read.lanes, 0, read.ids);
+            let nothing = read.ids == 0 && advanced.wait.is_none();
+            if limit > 0 && !advanced.waiting && nothing {
+                self.found_nothing(lanes, suspect);
             }
             self.suspect = self.suspect.take().filter(|_| self.lanes.holds_suspect());
             return Ok(());
@@ -236,15 +306,42 @@ impl Ordered {
             partitions::look_after(&self.protocol.stream, last);
             self.watch.claimed(Some(last), false);
         }
+        self.dry &= !claimed.lanes;
+        if read.ids > 0 {
+            self.sift(&claimed, &read, &advanced.page);
+        }
         let is_range = claimed.exceptions.is_empty();
-        self.lanes.claimed(
-            claimed.seq,
-            wanted.token,
-            claimed.pending,
-            claimed.exceptions,
-            claimed.suspect,
-        );
-        if is_range { self.fetched(wanted.token, limit, advanced.page) } else { Ok(()) }
+        self.lanes.claimed(token, claimed);
+        if is_range { self.fetched(token, limit, advanced.page) } else { Ok(()) }
+    }
+
+    /// Learns from the first messages of a range how many of its ids are wanted. Those that were deferred are.
+    fn sift(&mut self, claimed: &Claimed, read: &Read, page: &Result<Page>) {
+        let Ok(page) = page else { return };
+        let found = page.messages.len();
+        match (page.messages.last(), claimed.pending.first()) {
+            // Those beyond the last message were not looked at.
+            (Some(last), Some(first)) if page.more => {
+                self.shares.found(claimed.lanes, found, (last.id - first + 1) as usize);
+            }
+            _ => {
+                let deferred = match self.limited {
+                    true => 0,
+                    false => read.ids.saturating_sub(claimed.pending.len()),
+                };
+                self.shares.found(claimed.lanes, found + deferred, read.ids);
+            }
+        }
+    }
+
+    /// These lanes have nothing of what was seen; when none has, the watcher says when there is more.
+    fn found_nothing(&mut self, lanes: u64, suspect: bool) {
+        self.dry |= lanes;
+        if self.dry == u64::MAX {
+            self.watch.claimed_nothing();
+            self.seen = Seen { suspect: self.seen.suspect && !suspect, ..Seen::default() };
+            self.dry = 0;
+        }
     }
 
     fn told(&mut self, report: &Report, sent: Instant, lease_duration: Duration) {
@@ -263,7 +360,7 @@ impl Ordered {
                 let id = self.protocol.next_id(token, after).await?;
                 let source = self.lanes.fetched(token, id, id.is_some());
                 if let (Some(id), Some(source)) = (id, source) {
-                    self.lanes.opened(source, id, None);
+                    self.lanes.opened(source, id, None, None);
                     self.bury(source, id, &error);
                 }
                 Ok(())
@@ -282,7 +379,8 @@ impl Ordered {
                 let term = self.lanes.term.clone();
                 let mut jobs = Vec::with_capacity(page.messages.len());
                 for message in page.messages {
-                    if self.lanes.opened(source, message.id, message.key.as_ref()) {
+                    let lane = lane(&message);
+                    if self.lanes.opened(source, message.id, message.key.as_ref(), lane) {
                         let (term, history) = (term.clone(), History::default());
                         jobs.push(Job { source, message, history, term });
                     }
@@ -309,7 +407,7 @@ impl Ordered {
                 match ids.as_slice() {
                     &[id] => {
                         if self.lanes.fetched_exception(token, id).is_some() {
-                            self.lanes.opened(source, id, None);
+                            self.lanes.opened(source, id, None, None);
                             self.bury(source, id, &error);
                         }
                         self.exceptions_one_by_one = false;
@@ -327,7 +425,7 @@ impl Ordered {
         let found: BTreeSet<i64> = page.messages.iter().map(|m| m.id).collect();
         for id in ids.into_iter().filter(|id| *id <= complete_to && !found.contains(id)) {
             if self.lanes.fetched_exception(token, id).is_some() {
-                self.lanes.opened(source, id, None);
+                self.lanes.opened(source, id, None, None);
                 let gone = Outcome::Dead("the message is no longer in the log".to_owned());
                 self.end(source, id, gone.into());
             }
@@ -336,7 +434,7 @@ impl Ordered {
         let mut jobs = Vec::with_capacity(page.messages.len());
         for message in page.messages {
             if let Some(history) = self.lanes.fetched_exception(token, message.id)
-                && self.lanes.opened(source, message.id, message.key.as_ref())
+                && self.lanes.opened(source, message.id, message.key.as_ref(), lane(&message))
             {
                 jobs.push(Job { source, message, history, term: term.clone() });
             }
@@ -419,10 +517,11 @@ impl Ordered {
             "the leases of an ordered group were lost: {why}"
         );
         self.lanes.forget();
+        self.shares.forget();
         self.queue.take_back(|_| false);
         self.suspect = None;
         self.news_due = None;
-        self.seen = Seen::ANYTHING;
+        (self.seen, self.dry) = (Seen::ANYTHING, 0);
     }
 
     /// One suspect at a time in the whole process.
@@ -454,6 +553,7 @@ impl Ordered {
             until,
             self.news_due.filter(|_| !trouble),
             ask_again.filter(|_| !trouble),
+            Some(self.not_before).filter(|at| !trouble && *at > Instant::now()),
             Some(self.renewal).filter(|_| held && !trouble),
             self.lapses_at(),
         ];
@@ -486,7 +586,7 @@ impl Ordered {
                         let lapse = self.lapses_at();
                         tokio::select! {
                             // A failure shows in the lapse.
-                            _ = self.advance(0, false) => {}
+                            _ = self.tell() => {}
                             () = sleep_until(lapse) => {}
                         }
                     }
@@ -518,7 +618,7 @@ impl Ordered {
         if self.lanes.is_empty() {
             return Ok(());
         }
-        self.advance(0, false).await?;
+        self.tell().await?;
         self.protocol.release_lanes(self.lanes.holder).await
     }
 
@@ -537,4 +637,9 @@ impl Ordered {
             }
         });
     }
+}
+
+/// Only what has a lane can be too many of it.
+fn lane(message: &RawMessage) -> Option<usize> {
+    message.lane.and_then(|lane| usize::try_from(lane).ok()).filter(|lane| *lane < LANES)
 }
