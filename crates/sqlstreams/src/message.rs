@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::outcome::Verdict;
 use crate::payload::{Codec, MAX_PAYLOAD_BYTES, Payload, PayloadType};
 
 /// The headers of a message: a JSON object.
@@ -306,11 +307,18 @@ pub(crate) struct RawMessage {
     pub(crate) payload: Vec<u8>,
     /// When it expires, by the local clock: not later than by the server's.
     pub(crate) expires: Option<Instant>,
+    /// A newer message of its key has come, and the group wants only that.
+    pub(crate) superseded: bool,
 }
 
 impl RawMessage {
-    pub(crate) fn has_expired(&self) -> bool {
-        self.expires.is_some_and(|at| at <= Instant::now())
+    /// How it is settled without a handler, if no handler may have it any more.
+    pub(crate) fn passed_over(&self) -> Option<Verdict> {
+        if self.expires.is_some_and(|at| at <= Instant::now()) {
+            Some(Verdict::passed_over(Verdict::EXPIRED))
+        } else {
+            self.superseded.then(|| Verdict::passed_over(Verdict::SUPERSEDED))
+        }
     }
 
     /// The message, or why it cannot be decoded.

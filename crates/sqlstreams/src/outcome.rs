@@ -107,8 +107,8 @@ pub(crate) struct Verdict {
     pub(crate) delay: Option<f64>,
     /// It was settled together with the handler's writes.
     pub(crate) settled: bool,
-    /// No handler had it: it had expired.
-    pub(crate) expired: bool,
+    /// No handler had it, and why.
+    pub(crate) passed_over: Option<&'static str>,
 }
 
 impl Verdict {
@@ -117,15 +117,16 @@ impl Verdict {
 
     /// As what messages are counted that are settled without having been handled.
     pub(crate) const EXPIRED: &'static str = "expired";
+    pub(crate) const SUPERSEDED: &'static str = "superseded";
 
     /// It came too late for a handler: finished, for the server.
-    pub(crate) fn expired() -> Self {
-        Self { expired: true, ..Outcome::Done.into() }
+    pub(crate) fn passed_over(reason: &'static str) -> Self {
+        Self { passed_over: Some(reason), ..Outcome::Done.into() }
     }
 
     /// As what it is counted.
     pub(crate) fn counts(&self) -> &'static str {
-        if self.expired { Self::EXPIRED } else { self.outcome }
+        self.passed_over.unwrap_or(self.outcome)
     }
 
     /// Handled, and settled in the handler's transaction.
@@ -152,7 +153,7 @@ impl From<Outcome> for Verdict {
             error: error.map(|e| storable(&e)),
             delay: delay.map(|d| d.as_secs_f64()),
             settled: false,
-            expired: false,
+            passed_over: None,
         }
     }
 }
