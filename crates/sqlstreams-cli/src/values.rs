@@ -68,6 +68,12 @@ pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
     instant(text.trim()).unwrap_or_else(|| Err("write a time: 2026-03-01T12:00:00Z".to_owned()))
 }
 
+/// Where a delayed message waits: its time and its id.
+pub(crate) fn due(text: &str) -> Result<(SystemTime, i64), String> {
+    let place = text.split_once('/').and_then(|(at, id)| Some((time(at).ok()?, id.parse().ok()?)));
+    place.ok_or_else(|| "write a time and an id: 2026-03-01T12:00:00Z/17".to_owned())
+}
+
 /// Nothing where it is no time.
 fn instant(text: &str) -> Option<Result<SystemTime, String>> {
     let at = match text.parse::<Timestamp>() {

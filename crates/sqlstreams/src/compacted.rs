@@ -31,31 +31,51 @@ impl<T, C: Codec<T>> Stream<T, C> {
     }
 
     /// Current values in the order of their keys (byte by byte), at most `limit`: of the keys after `after`, or from the first on.
-    /// The next page begins after the last key of this one; one with fewer than `limit` is the last.
     ///
     /// ```no_run
     /// # async fn f(prices: sqlstreams::Stream<f64>) -> sqlstreams::Result<()> {
     /// let mut page = prices.current(None, 100).await?;
-    /// while let Some(last) = page.last() {
-    ///     for price in &page {
+    /// loop {
+    ///     for price in &page.messages {
     ///         println!("{:?} {}", price.key, price.payload);
     ///     }
-    ///     page = prices.current(last.key.as_deref(), 100).await?;
+    ///     let Some(next) = page.next else { break };
+    ///     page = prices.current(Some(&next), 100).await?;
     /// }
     /// # Ok(()) }
     /// ```
     ///
-    /// Takes a few look-ups per key; versions that are not compacted yet cost nothing. A page is one snapshot, the next page another.
+    /// Takes a few look-ups per key; versions that are not compacted yet cost nothing. Keys that were removed, and whose tombstones are
+    /// not compacted yet, cost as much as others: after 10,000 of them a page ends, full or not, even empty. A page is one snapshot,
+    /// the next page another.
     ///
     /// # Errors
     /// As [`latest`](Self::latest).
-    pub async fn current(&self, after: Option<&str>, limit: u32) -> Result<Vec<Message<T>>> {
+    pub async fn current(&self, after: Option<&str>, limit: u32) -> Result<CurrentPage<T>> {
         self.require_compacted()?;
         let current = &self.inner.queries.current;
         let params: [&(dyn tokio_postgres::types::ToSql + Sync); 2] = [&after, &i64::from(limit)];
         let rows = self.inner.client.query(current, &params, "list current values").await?;
-        rows.iter().map(read_message::<T, C>).collect()
+        // A row without a message tells where it ended early.
+        let ended = rows.iter().find(|row| row.get::<_, Option<i64>>(0).is_none());
+        let mut next = ended.map(|row| row.get(1));
+        let rows = rows.iter().filter(|row| row.get::<_, Option<i64>>(0).is_some());
+        let messages = rows.map(read_message::<T, C>).collect::<Result<Vec<_>>>()?;
+        if messages.len() == limit as usize {
+            next = messages.last().and_then(|last| last.key.clone());
+        }
+        Ok(CurrentPage { messages, next })
     }
+}
+
+/// A page of [current values](Stream::current).
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CurrentPage<T> {
+    /// The current values, in the order of their keys.
+    pub messages: Vec<Message<T>>,
+    /// After which key the next page begins; `None` when there is no more.
+    pub next: Option<String>,
 }
 
 /// What [`Stream::compact`] did.

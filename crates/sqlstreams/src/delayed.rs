@@ -92,6 +92,7 @@ impl<T> Delayed<T> {
             payload: payload.unwrap_or_default().0,
             expires: None,
             lane: None,
+            superseded: false,
         };
         let id = raw.id;
         let message = raw.decode::<T, C>().map_err(|reason| {

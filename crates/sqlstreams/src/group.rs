@@ -146,6 +146,7 @@ pub struct GroupBuilder<T, C = Json> {
     max_in_flight: Option<u32>,
     rate_limit: Option<f64>,
     mode: Option<Mode>,
+    newest_only: Option<bool>,
     bindings: Option<Vec<Binding>>,
 }
 
@@ -161,6 +162,7 @@ impl<T, C> Clone for GroupBuilder<T, C> {
             max_in_flight: self.max_in_flight,
             rate_limit: self.rate_limit,
             mode: self.mode,
+            newest_only: self.newest_only,
             bindings: self.bindings.clone(),
         }
     }
@@ -192,6 +194,12 @@ pub struct GroupStatus {
     pub deferred: i64,
     /// Dead letters.
     pub dead: i64,
+    /// About how many messages had [expired](crate::Outgoing::expires_in) before a handler could have them, as its consumers tell every
+    /// few seconds and when they stop; one that dies may not have told of its last.
+    pub expired: i64,
+    /// The same of messages that were to be tried again when a newer one of their key had come: see
+    /// [`newest_only`](GroupBuilder::newest_only).
+    pub superseded: i64,
     /// Nothing is handed out: see [`Group::pause`].
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`]; `None`: no limit.
@@ -200,6 +208,8 @@ pub struct GroupStatus {
     pub rate_limit: Option<f64>,
     /// How it hands out its messages.
     pub mode: Mode,
+    /// Of each key only the newest message: see [`GroupBuilder::newest_only`].
+    pub newest_only: bool,
     /// How long a lease lasts without a heartbeat.
     pub lease: Duration,
     /// How failures are tried again.
@@ -218,6 +228,7 @@ impl<T, C> GroupBuilder<T, C> {
             max_in_flight: None,
             rate_limit: None,
             mode: None,
+            newest_only: None,
             bindings: None,
         }
     }
@@ -284,6 +295,21 @@ impl<T, C> GroupBuilder<T, C> {
         self.mode(Mode::Ordered)
     }
 
+    /// Of each key only the newest message, in a [compacted](crate::StreamBuilder::compacted) stream: one that is superseded by a newer
+    /// one when it would be handed out, or tried again, is done. At least the newest of each key is handed out, older ones too when the
+    /// newer came after them. Any newer message counts, also one that is not for the group by its bindings. Default: no. An existing
+    /// group takes it over when it is opened with it.
+    ///
+    /// ```no_run
+    /// # async fn f(prices: sqlstreams::Stream<f64>) -> sqlstreams::Result<()> {
+    /// let labels = prices.group("labels").newest_only(true).create_if_missing().await?;
+    /// # Ok(()) }
+    /// ```
+    pub fn newest_only(mut self, newest_only: bool) -> Self {
+        self.newest_only = Some(newest_only);
+        self
+    }
+
     /// Only messages that match this binding, or another one of the group's, are for it: see [`Binding`]. Without any, all are.
     /// An existing group that has others takes these over when it is opened with any, as by
     /// [`set_bindings`](Group::set_bindings).
@@ -327,7 +353,7 @@ impl<T, C> GroupBuilder<T, C> {
         let settings = self.settings()?;
         let mode = self.mode.map(Mode::as_str);
         let bindings = self.bindings.as_deref().map(binding::to_json).transpose()?;
-        let params: [&(dyn ToSql + Sync); 12] = [
+        let params: [&(dyn ToSql + Sync); 13] = [
             &stream.id,
             &self.name,
             &after,
@@ -340,6 +366,7 @@ impl<T, C> GroupBuilder<T, C> {
             &settings.rate_limit,
             &bindings,
             &mode,
+            &settings.newest_only,
         ];
         let id = stream
             .client
@@ -458,6 +485,7 @@ impl<T, C> GroupBuilder<T, C> {
             max_in_flight,
             rate_limit: self.rate_limit,
             transactional: None,
+            newest_only: self.newest_only,
         })
     }
 }
@@ -477,6 +505,7 @@ struct Settings {
     max_in_flight: Option<i32>,
     rate_limit: Option<f64>,
     transactional: Option<bool>,
+    newest_only: Option<bool>,
 }
 
 impl<T: Send + 'static, C: Codec<T>> GroupBuilder<T, C> {
@@ -575,7 +604,7 @@ impl<T, C> Group<T, C> {
 
     async fn alter(&self, settings: &Settings) -> Result<()> {
         let stream = &self.stream.inner;
-        let params: [&(dyn ToSql + Sync); 10] = [
+        let params: [&(dyn ToSql + Sync); 11] = [
             &stream.id,
             &self.id,
             &settings.lease,
@@ -586,6 +615,7 @@ impl<T, C> Group<T, C> {
             &settings.max_in_flight,
             &settings.rate_limit,
             &settings.transactional,
+            &settings.newest_only,
         ];
         let alter = &stream.client.inner.queries.alter_group;
         stream.client.query(alter, &params, "change the group").await?;
@@ -664,6 +694,9 @@ impl GroupStatus {
             },
             deferred: row.get(18),
             mode: row.get::<_, &str>(19).parse()?,
+            newest_only: row.get(20),
+            expired: row.get(21),
+            superseded: row.get(22),
         })
     }
 }

@@ -93,6 +93,7 @@ mod pool;
 mod produce;
 mod queries;
 mod reason;
+mod reclaim;
 mod schema;
 mod stream;
 #[cfg(test)]
@@ -101,7 +102,7 @@ mod wake;
 
 pub use binding::{Binding, BindingSet, Reached};
 pub use client::{Client, ClientBuilder};
-pub use compacted::Compacted;
+pub use compacted::{Compacted, CurrentPage};
 pub use connect::{Dsn, DsnError};
 pub use consume::{
     Activity, Budget, Consumed, ConsumerBuilder, Context, Delivery, Health, HealthSnapshot,
@@ -121,5 +122,6 @@ pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, T
 pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
+pub use reclaim::{Left, Reclaimed};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;

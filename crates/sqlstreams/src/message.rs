@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Map, Value};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::outcome::Verdict;
 use crate::payload::{Codec, MAX_PAYLOAD_BYTES, Payload, PayloadType};
 
 /// The headers of a message: a JSON object.
@@ -309,11 +310,18 @@ pub(crate) struct RawMessage {
     /// In which of the lanes of its lease it is, where that has some.
     #[allow(dead_code, reason = "for consumers that work by lane")]
     pub(crate) lane: Option<i16>,
+    /// A newer message of its key has come, and the group wants only that.
+    pub(crate) superseded: bool,
 }
 
 impl RawMessage {
-    pub(crate) fn has_expired(&self) -> bool {
-        self.expires.is_some_and(|at| at <= Instant::now())
+    /// How it is settled without a handler, if no handler may have it any more.
+    pub(crate) fn passed_over(&self) -> Option<Verdict> {
+        if self.expires.is_some_and(|at| at <= Instant::now()) {
+            Some(Verdict::passed_over(Verdict::EXPIRED))
+        } else {
+            self.superseded.then(|| Verdict::passed_over(Verdict::SUPERSEDED))
+        }
     }
 
     /// The message, or why it cannot be decoded.

@@ -117,10 +117,11 @@ impl Verdict {
 
     /// As what messages are counted that are settled without having been handled.
     pub(crate) const EXPIRED: &'static str = "expired";
+    pub(crate) const SUPERSEDED: &'static str = "superseded";
 
-    /// It came too late for a handler: finished, for the server.
-    pub(crate) fn expired() -> Self {
-        Self { counts: Some(Self::EXPIRED), ..Outcome::Done.into() }
+    /// No handler gets it, and why: finished, for the server.
+    pub(crate) fn passed_over(reason: &'static str) -> Self {
+        Self { counts: Some(reason), ..Outcome::Done.into() }
     }
 
     /// Handled, and settled in the handler's transaction.

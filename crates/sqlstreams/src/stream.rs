@@ -441,6 +441,7 @@ pub(crate) fn read_message<T, C: Codec<T>>(row: &Row) -> Result<Message<T>> {
         payload: payload.unwrap_or_default().0,
         expires: None,
         lane: None,
+        superseded: false,
     };
     let id = raw.id;
     raw.decode::<T, C>()

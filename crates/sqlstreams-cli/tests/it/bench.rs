@@ -119,13 +119,15 @@ fn chaos_loses_nothing_and_leaves_nothing() {
     let produced = facts["produced"].as_u64().unwrap();
     assert!((100..=250).contains(&produced), "{facts:#}");
     assert_eq!((&facts["seed"], &facts["consumers"]), (&7.into(), &3.into()));
+    assert_eq!(facts["ordered"]["out_of_order"], 0);
     for group in ["plain", "ordered"] {
         let count = &facts[group];
         assert_eq!(count["group"], group);
         assert_eq!((&count["lost"], &count["altered"]), (&0.into(), &0.into()), "{facts:#}");
         let number = |name: &str| count[name].as_u64().unwrap();
         assert_eq!(number("handled") + number("dead"), produced, "{facts:#}");
-        assert_eq!(number("rows"), number("handled") + number("repeated"), "{facts:#}");
+        let rows = number("handled") + number("repeated") + number("failed");
+        assert_eq!(number("rows"), rows, "{facts:#}");
     }
     let workers = &facts["workers"];
     let done = ["killed", "frozen", "restarted"].map(|name| workers[name].as_u64().unwrap());
@@ -134,6 +136,19 @@ fn chaos_loses_nothing_and_leaves_nothing() {
     assert!(facts["drained_in_seconds"].is_number());
     assert_eq!(facts["ok"], true);
     assert_eq!(bench.sql(LEFT), "0");
+}
+
+/// The same keys in a parallel group: what an ordered one keeps in order is not in order by itself.
+#[test]
+fn chaos_tells_order_from_disorder() {
+    let bench = Bench::new();
+    let args = ["bench", "chaos", "--messages", "1000", "--keys", "10", "--failures", "20"];
+    let facts = bench.json(&args);
+    assert_eq!((&facts["produced"], &facts["rate"]), (&1000.into(), &serde_json::Value::Null));
+    let ordered = &facts["ordered"];
+    assert_eq!((&ordered["out_of_order"], &ordered["lost"]), (&0.into(), &0.into()), "{facts:#}");
+    assert!(ordered["failed"].as_u64().unwrap() > 100, "{facts:#}");
+    assert!(facts["plain"]["out_of_order"].as_u64().unwrap() > 0, "{facts:#}");
 }
 
 #[test]

@@ -35,11 +35,20 @@ fn current_values_are_shown_listed_and_removed() {
     let compact = ["stream", "compact", "prices"];
     assert_eq!(bench.json(&compact)["removed"], 0, "too young");
     let now = [&compact[..], &["--min-age", "0s"]].concat();
-    let done = json!({"looked_at": 4, "removed": 2, "floor": 4, "busy": false});
+    let done = json!({"looked_at": 4, "removed": 2, "floor": 4, "busy": false, "reclaimed": []});
     assert_eq!(bench.json(&now), done);
     assert!(bench.ok(&compact).contains("removed 0 of 2 messages up to id 4"));
 
+    bench.ok(&["group", "create", "prices", "labels", "--newest-only"]);
+    let shown = || bench.json(&["group", "show", "prices", "labels"])["newest_only"].clone();
+    assert_eq!(shown(), true);
+    assert!(bench.ok(&["group", "show", "prices", "labels"]).contains("newest message only"));
+    bench.ok(&["group", "alter", "prices", "labels", "--newest-only=false"]);
+    assert_eq!(shown(), false);
+
     bench.ok(&["stream", "create", "orders"]);
+    let args = ["group", "create", "orders", "labels", "--newest-only"];
+    bench.run(&args).assert_error(2, &["not compacted"]);
     bench.run(&["message", "latest", "orders", "b"]).assert_error(2, &["not compacted"]);
     bench.run(&["message", "remove", "orders", "b"]).assert_error(1, &["no tombstones"]);
 }

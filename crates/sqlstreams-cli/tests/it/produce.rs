@@ -99,6 +99,18 @@ fn delayed_lines_wait_and_can_be_taken_back() {
     let payloads: Vec<&Value> = list.as_array().unwrap().iter().map(|d| &d["payload"]).collect();
     assert_eq!(payloads, [&json!(1), &json!(2), &json!(3), &json!(4)]);
     assert_eq!(list[3]["deliver_at"], "2999-01-01T00:00:00.000000Z");
+    // In pages.
+    let after = format!("{}/{}", list[1]["deliver_at"].as_str().unwrap(), list[1]["id"]);
+    let ran = bench.run(&["delayed", "list", "orders", "--limit", "2"]).assert_ok();
+    let hint = format!("2 shown of 4; for more: --after {after} ");
+    assert!(ran.stderr.contains(&hint), "{}", ran.stderr);
+    let rest = bench.json(&["delayed", "list", "orders", "--after", &after]);
+    assert_eq!(rest.as_array().unwrap().as_slice(), &list.as_array().unwrap()[2..]);
+    let after = format!("{}/{}", list[3]["deliver_at"].as_str().unwrap(), list[3]["id"]);
+    let args = ["delayed", "list", "orders", "--after", &after];
+    assert_eq!(bench.ok(&args).trim(), "no more delayed messages");
+    bench.run(&["delayed", "list", "orders", "--after", "7"]).assert_error(2, &["TIME/ID"]);
+
     let id = list[1]["id"].to_string();
     let text = bench.ok(&["delayed", "cancel", "orders", &id]);
     assert_eq!(text.trim(), "cancelled 1 delayed message of stream \"orders\"");
@@ -117,6 +129,18 @@ fn delayed_lines_wait_and_can_be_taken_back() {
     {
         bench.run(&["produce", "orders", flag, value]).assert_error(2, &[value]);
     }
+}
+
+#[test]
+fn routing_keys_come_from_a_field() {
+    let bench = Bench::with_orders("");
+    bench.ok(&["group", "create", "orders", "paid", "--bind", "orders.*.paid"]);
+    let lines = b"{\"on\":\"orders.eu.paid\"}\n{\"on\":\"orders.eu.sent\"}\n";
+    bench.run_with(&["produce", "orders", "--routing-key-field", "on"], lines).assert_ok();
+    let got = bench.ok(&["consume", "orders", "-g", "paid", "--until-caught-up"]);
+    assert_eq!(got, "{\"on\":\"orders.eu.paid\"}\n");
+    let args = ["produce", "orders", "--routing-key-field", "on"];
+    bench.run_with(&args, b"{}\n").assert_error(1, &["line 1", "no field \"on\""]);
 }
 
 #[test]

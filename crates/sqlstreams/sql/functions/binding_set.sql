@@ -7,8 +7,34 @@
 --
 -- The versions are the history, too: the last hundred are kept, and what an open lease may need.
 
--- The condition on messages with p_lower <= id < p_upper, to be put into a query on the log; NULL: all are for the group.
+-- The condition on messages with p_lower <= id < p_upper, to be put into a query on the log, which it names; NULL: all are for the group.
 CREATE OR REPLACE FUNCTION binding_condition(p_group bigint, p_lower bigint, p_upper bigint) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    g         record;
+    condition text;
+BEGIN
+    SELECT stream_id, bound, newest_only INTO g FROM consumer_group WHERE id = p_group;
+    IF NOT g.bound THEN
+        RETURN NULL;
+    END IF;
+    condition := bound_condition(p_group, p_lower, p_upper);
+    IF g.newest_only THEN
+        condition := concat_ws(' AND ', '(' || condition || ')', format('NOT (%s)', superseded(g.stream_id, 'message_log_' || g.stream_id, p_lower)));
+    END IF;
+    RETURN condition;
+END $$;
+
+-- Whether a newer message of the same key is visible than one that p_message names, as SQL. LIMIT keeps it a look-up per message. Those that are asked about
+-- have ids from p_lower on, so that partitions below are not planned for.
+CREATE OR REPLACE FUNCTION superseded(p_stream bigint, p_message text, p_lower bigint) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$
+    SELECT format('(SELECT newer.id FROM %1$I AS newer WHERE newer.key = %2$I.key AND newer.id > %2$I.id AND newer.id >= %3$L::bigint ORDER BY newer.id LIMIT 1) IS NOT NULL',
+                  'message_log_' || p_stream, p_message, coalesce(p_lower, 0))
+$$;
+
+-- The part of it that the bindings make.
+CREATE OR REPLACE FUNCTION bound_condition(p_group bigint, p_lower bigint, p_upper bigint) RETURNS text
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
     latest record;

@@ -56,3 +56,16 @@ BEGIN
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter name, or one that is not empty.';
     END IF;
 END $$;
+
+-- A template of a function's definition with a tag between the dollars that quote its body: the schema's name, which is in the body, may have two
+-- dollars in a row itself.
+CREATE OR REPLACE FUNCTION dollar_quoted(p_template text) RETURNS text
+LANGUAGE plpgsql STABLE AS $fn$
+DECLARE
+    tag text := '$body$';
+BEGIN
+    WHILE position(tag IN current_schema()) > 0 LOOP
+        tag := '$x' || substr(tag, 2);
+    END LOOP;
+    RETURN replace(p_template, '$$', tag);
+END $fn$;

@@ -29,6 +29,10 @@ BEGIN
     RETURN least(settled, resolved);
 END $$;
 
+-- Whoever has this advisory lock compacts the stream; groups are created under a shared one.
+CREATE OR REPLACE FUNCTION compact_lock(p_stream bigint) RETURNS bigint
+LANGUAGE sql STABLE AS $$ SELECT hashtextextended('sqlstreams compact ' || current_schema(), p_stream) $$;
+
 -- One step: looks at up to p_limit messages after id p_after, within one partition, and deletes those that may go. Call it again with upto
 -- until that is the floor; begin at 0 some time later. Each step is its own transaction, may be stopped, and repeats nothing.
 --
@@ -36,6 +40,8 @@ END $$;
 -- learns of them; what has expired stays as long.
 --
 -- Returns how many messages it looked at and removed, up to which id, and the floor, which it cannot pass at present. busy: somebody else compacts the stream.
+--
+-- No group is created meanwhile (create_group): it would be handed messages that go, and have dead letters without a message. busy may mean that, too.
 CREATE OR REPLACE FUNCTION compact(p_stream bigint, p_after bigint DEFAULT 0, p_limit bigint DEFAULT 10000,
     p_min_age interval DEFAULT '5 minutes', p_tombstone_age interval DEFAULT '24 hours')
 RETURNS TABLE (looked_at bigint, removed bigint, upto bigint, floor bigint, busy boolean)
@@ -50,7 +56,7 @@ BEGIN
     PERFORM require_compacted(s);
     PERFORM require_read_committed();
     SELECT 0, 0, p_after, p_after, false INTO looked_at, removed, upto, floor, busy;
-    IF NOT pg_try_advisory_xact_lock(hashtextextended('sqlstreams compact ' || current_schema(), p_stream)) THEN
+    IF NOT pg_try_advisory_xact_lock(compact_lock(p_stream)) THEN
         busy := true;
         RETURN NEXT;
         RETURN;

@@ -14,7 +14,7 @@ BEGIN
         RETURN;
     END IF;
     -- ORDER BY id goes through the partitions from the newest on, and LIMIT ends it in the first that has the key.
-    EXECUTE format($text$
+    EXECUTE format(dollar_quoted($text$
         CREATE OR REPLACE FUNCTION %2$I(p_key text)
         RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, expires_at timestamptz, payload %4$s)
         LANGUAGE plpgsql STABLE SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET plan_cache_mode = force_generic_plan AS $$
@@ -25,16 +25,19 @@ BEGIN
             FROM (SELECT * FROM %1$I.%3$I AS l WHERE l.key = p_key ORDER BY l.id DESC LIMIT 1) AS m
             WHERE m.payload IS NOT NULL AND (m.expires_at IS NULL OR m.expires_at > clock_timestamp());
         END $$
-        $text$, current_schema(), 'latest_message_' || p_stream, 'message_log_' || p_stream, s.payload_type);
-    -- From key to key, whatever the number of versions that each has.
-    EXECUTE format($text$
+        $text$), current_schema(), 'latest_message_' || p_stream, 'message_log_' || p_stream, s.payload_type);
+    -- From key to key, whatever the number of versions that each has. After 10,000 keys that have no value it ends with a row that has nothing but the key
+    -- that it has come to, from which to go on.
+    EXECUTE format(dollar_quoted($text$
         CREATE OR REPLACE FUNCTION %2$I(p_after text, p_limit bigint)
         RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, expires_at timestamptz, payload %5$s)
         LANGUAGE plpgsql STABLE SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET plan_cache_mode = force_generic_plan AS $$
         #variable_conflict use_column
         DECLARE
-            next  text;
-            found bigint := 0;
+            next   text;
+            found  bigint := 0;
+            before bigint;
+            passed int := 0;
         BEGIN
             -- No key sorts before the empty one, which is a key.
             IF p_after IS NULL THEN
@@ -43,14 +46,23 @@ BEGIN
                 SELECT l.key INTO next FROM %1$I.%3$I AS l WHERE l.key > p_after ORDER BY l.key LIMIT 1;
             END IF;
             WHILE next IS NOT NULL AND found < p_limit LOOP
+                before := found;
                 FOR id, key, routing_key, headers, produced_at, expires_at, payload IN SELECT m.* FROM %1$I.%4$I(next) AS m LOOP
                     found := found + 1;
                     RETURN NEXT;
                 END LOOP;
+                IF found = before THEN
+                    passed := passed + 1;
+                    IF passed = 10000 THEN
+                        SELECT NULL, next, NULL, NULL, NULL, NULL, NULL INTO id, key, routing_key, headers, produced_at, expires_at, payload;
+                        RETURN NEXT;
+                        RETURN;
+                    END IF;
+                END IF;
                 SELECT (SELECT l.key FROM %1$I.%3$I AS l WHERE l.key > next ORDER BY l.key LIMIT 1) INTO next;
             END LOOP;
         END $$
-        $text$, current_schema(), 'current_messages_' || p_stream, 'message_log_' || p_stream, 'latest_message_' || p_stream, s.payload_type);
+        $text$), current_schema(), 'current_messages_' || p_stream, 'message_log_' || p_stream, 'latest_message_' || p_stream, s.payload_type);
 END $make$;
 
 CREATE OR REPLACE FUNCTION require_compacted(s stream) RETURNS void
@@ -86,7 +98,8 @@ BEGIN
     RETURN QUERY EXECUTE format('SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.expires_at, m.payload::text FROM %I($1) AS m', 'latest_message_' || s.id) USING p_key;
 END $$;
 
--- Current values in the order of their keys, at most p_limit; of keys after p_after (NULL: from the first on).
+-- Current values in the order of their keys, at most p_limit; of keys after p_after (NULL: from the first on). Where many keys in a row were removed, it ends early: a
+-- last row without an id has the key after which to go on.
 CREATE OR REPLACE FUNCTION current_messages(p_stream text, p_after text DEFAULT NULL, p_limit bigint DEFAULT 100)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, expires_at timestamptz, payload text)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$

@@ -53,7 +53,7 @@ BEGIN
     END IF;
 END $$;
 
--- Both in one call, for clients that know their payloads to be small. What has expired is settled.
+-- Both in one call, for clients that know their payloads to be small. What has expired or is superseded is settled.
 CREATE OR REPLACE FUNCTION claim_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_type anyelement)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement,
                attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
@@ -61,22 +61,43 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
 DECLARE
     taken   record;
-    expired bigint[];
+    m       record;
+    over    bigint[] := '{}';
+    expired bigint := 0;
 BEGIN
     -- Once, and by id from here on: among what is in flight the dead entries of all that ever was are found as well.
     SELECT array_agg(t.id) AS ids, array_agg(t.attempts) AS attempts, array_agg(t.delays) AS delays, array_agg(t.first_failed_at) AS first_failed_at,
            array_agg(t.due_at) AS due_at, min(t.lease_duration) AS lease_duration
         INTO taken FROM take_exceptions(p_stream, p_group, p_token, p_limit, p_suspect, p_due_from) AS t;
-    RETURN QUERY
-        SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.payload, t.attempts, t.delays, t.first_failed_at, t.due_at, taken.lease_duration
-        FROM fetch_messages(p_stream, taken.ids, 9223372036854775807, p_type) AS m
-        JOIN unnest(taken.ids, taken.attempts, taken.delays, taken.first_failed_at, taken.due_at) AS t(id, attempts, delays, first_failed_at, due_at) ON t.id = m.id
-        WHERE m.remaining IS NULL OR m.remaining > '0' ORDER BY m.id;
-    EXECUTE format('SELECT array_agg(i) FROM unnest($1) AS i WHERE EXISTS (SELECT FROM %I AS m WHERE m.id = i AND m.expires_at <= $2)', 'message_log_' || p_stream)
-        INTO expired USING taken.ids, clock_timestamp();
-    IF expired IS NOT NULL THEN
-        PERFORM settle_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(expired)]), expired,
-                                  array_fill('ok'::text, ARRAY[cardinality(expired)]), array_fill(NULL::text, ARRAY[cardinality(expired)]));
+    -- Each is judged once: what is handed out is not settled, whatever the clock says by then.
+    FOR m IN
+        SELECT f.*, t.attempts, t.delays, t.first_failed_at, t.due_at
+        FROM fetch_messages(p_stream, taken.ids, 9223372036854775807, p_type, p_group) AS f
+        JOIN unnest(taken.ids, taken.attempts, taken.delays, taken.first_failed_at, taken.due_at) AS t(id, attempts, delays, first_failed_at, due_at) ON t.id = f.id
+        ORDER BY f.id
+    LOOP
+        IF m.superseded OR m.remaining <= '0' THEN
+            over := over || m.id;
+            expired := expired + CASE WHEN m.remaining <= '0' THEN 1 ELSE 0 END;
+        ELSE
+            id := m.id;
+            key := m.key;
+            routing_key := m.routing_key;
+            headers := m.headers;
+            produced_at := m.produced_at;
+            payload := m.payload;
+            attempts := m.attempts;
+            delays := m.delays;
+            first_failed_at := m.first_failed_at;
+            due_at := m.due_at;
+            lease_duration := taken.lease_duration;
+            RETURN NEXT;
+        END IF;
+    END LOOP;
+    IF over <> '{}' THEN
+        PERFORM settle_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(over)]), over,
+                                  array_fill('ok'::text, ARRAY[cardinality(over)]), array_fill(NULL::text, ARRAY[cardinality(over)]));
+        PERFORM count_passed_over(p_stream, p_group, expired, cardinality(over) - expired);
     END IF;
 END $$;
 

@@ -29,6 +29,7 @@ END $$;
 -- those that do not; whoever hands one out later looks again.
 -- A message without payload that has not expired is a tombstone (current.sql). lane: which of the lease's lanes it is in, where the
 -- lease is for some of them.
+-- A group that wants only what is newest is not told of what a newer message of its key has superseded.
 --
 -- constraint_exclusion is off, here as in advance: pruning needs none, and reading every partition's checks anew for each
 -- plan took a third of the time.
@@ -63,23 +64,26 @@ BEGIN
 END $$;
 
 -- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Ids for which
--- there is no message are left out.
-CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval)
+-- there is no message are left out. superseded: p_group wants only what is newest, and that is not; it comes without payload and is finished.
+CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement, p_group bigint DEFAULT NULL)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval, superseded boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 DECLARE
-    now timestamptz := clock_timestamp();
+    now    timestamptz := clock_timestamp();
+    lowest bigint := (SELECT min(i) FROM unnest(p_ids) AS i);
+    newest boolean := coalesce((SELECT newest_only FROM consumer_group WHERE id = p_group), false);
 BEGIN
     -- LIMIT 1 keeps it a look-up per id: the ids may lie anywhere in the log, and a join would read all between them.
     RETURN QUERY EXECUTE format(
-        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $5 THEN NULL ELSE payload END, CASE WHEN expires_at <= $5 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $5 END
-         FROM (SELECT m.*, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
+        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN superseded OR expires_at <= $5 THEN NULL ELSE payload END,
+                CASE WHEN expires_at <= $5 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $5 END, superseded
+         FROM (SELECT m.*, %s AS superseded, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
                       sum(coalesce(pg_column_size(m.payload), 0)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(m.payload), 0) AS bytes_before
                FROM unnest($1) AS u(id)
                CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
-         WHERE bytes_before < $4 ORDER BY id', 'message_log_' || p_stream)
-        USING p_ids, (SELECT min(i) FROM unnest(p_ids) AS i), (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes, now;
+         WHERE bytes_before < $4 ORDER BY id', CASE WHEN newest THEN superseded(p_stream, 'm', lowest) ELSE 'false' END, 'message_log_' || p_stream)
+        USING p_ids, lowest, (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes, now;
 END $$;
 
 -- The id that comes next in lease p_token after p_after, for a client that cannot read its message.

@@ -6,7 +6,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $make$
 BEGIN
     -- settle_in_transaction for one message of a lease, which is nearly every handler's. The usual case is told from here;
     -- whatever is not is looked at closely: p_seq is where the lease lies, unless it was moved (extend). Names are qualified, since setting a search_path has its cost, too.
-    EXECUTE format($text$
+    EXECUTE format(dollar_quoted($text$
         CREATE OR REPLACE FUNCTION %2$I(p_group bigint, p_seq bigint, p_token uuid, p_id bigint, p_mark text DEFAULT NULL) RETURNS void
         LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
         BEGIN
@@ -22,7 +22,7 @@ BEGIN
                 PERFORM %1$I.require_held(%5$L, p_group, p_token, ARRAY[p_id]);
             END IF;
         END $$
-        $text$, current_schema(), 'settle_message_' || p_stream, 'consumer_done_' || p_stream, 'consumer_lease_' || p_stream, p_stream);
+        $text$), current_schema(), 'settle_message_' || p_stream, 'consumer_done_' || p_stream, 'consumer_lease_' || p_stream, p_stream);
     PERFORM make_produce_function(p_stream);
     PERFORM make_current_functions(p_stream);
 END $make$;

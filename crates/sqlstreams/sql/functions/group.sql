@@ -59,7 +59,7 @@ CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bi
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
     p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
     p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL,
-    p_bindings jsonb DEFAULT NULL, p_mode text DEFAULT NULL)
+    p_bindings jsonb DEFAULT NULL, p_mode text DEFAULT NULL, p_newest_only boolean DEFAULT NULL)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -68,6 +68,10 @@ DECLARE
     g    bigint;
 BEGIN
     PERFORM require_name('group', p_name);
+    IF s.compacted THEN
+        -- A step of it that is under way knows nothing of the group.
+        PERFORM pg_advisory_xact_lock_shared(compact_lock(p_stream));
+    END IF;
     head := log_head(p_stream);
     IF p_after IS NULL OR p_after < 0 OR p_after > head THEN
         RAISE EXCEPTION 'group % cannot start after id %: the log of stream % ends at %', quote_ident(p_name), coalesce(p_after::text, 'NULL'), quote_ident(s.name), head
@@ -80,7 +84,7 @@ BEGIN
             USING ERRCODE = 'SQ006', HINT = 'Use it, or choose another name.';
     END IF;
     PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
-                        p_max_in_flight, p_rate_limit, p_transactional);
+                        p_max_in_flight, p_rate_limit, p_transactional, p_newest_only);
     EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
     IF p_bindings IS NOT NULL AND normal_bindings(p_bindings) <> '[]' THEN
         PERFORM add_binding_set(p_stream, g, 0, normal_bindings(p_bindings));
@@ -93,30 +97,46 @@ END $$;
 
 -- Changes settings of a group; NULL leaves one as it is, and 0 lifts p_max_in_flight or p_rate_limit. Takes effect with the
 -- next call of every consumer. p_transactional: settle_in_transaction may be used; that cannot be taken back, since a
--- handler may be about to commit.
+-- handler may be about to commit. p_newest_only, of a group of a compacted stream: what a newer message of its key has superseded is not handed out, and is done.
 CREATE OR REPLACE FUNCTION alter_group(p_stream bigint, p_group bigint, p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
     p_backoff_base interval DEFAULT NULL, p_backoff_factor double precision DEFAULT NULL, p_backoff_cap interval DEFAULT NULL,
-    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL)
+    p_max_in_flight int DEFAULT NULL, p_rate_limit double precision DEFAULT NULL, p_transactional boolean DEFAULT NULL, p_newest_only boolean DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    old consumer_group := require_group(p_stream, p_group);
+    s   stream := require_stream(p_stream);
 BEGIN
-    PERFORM require_group(p_stream, p_group);
+    IF p_newest_only AND NOT s.compacted THEN
+        RAISE EXCEPTION 'group % cannot receive only the newest message of each key: stream % is not compacted', quote_ident(old.name), quote_ident(s.name)
+            USING ERRCODE = 'SQ004', HINT = 'Only a compacted stream knows it; whether a stream is, is said when it is created.';
+    END IF;
     UPDATE consumer_group AS g SET
         lease_duration = n.lease_duration, max_attempts = n.max_attempts,
         backoff_base = n.backoff_base, backoff_factor = n.backoff_factor, backoff_cap = n.backoff_cap,
-        max_in_flight = n.max_in_flight, rate_limit = n.rate_limit, transactional = n.transactional
+        max_in_flight = n.max_in_flight, rate_limit = n.rate_limit, transactional = n.transactional,
+        newest_only = n.newest_only, bound = g.bound OR n.newest_only
     FROM (SELECT coalesce(p_lease_duration, lease_duration) AS lease_duration, coalesce(p_max_attempts, max_attempts) AS max_attempts,
                  coalesce(p_backoff_base, backoff_base) AS backoff_base, coalesce(p_backoff_factor, backoff_factor) AS backoff_factor,
                  coalesce(p_backoff_cap, backoff_cap) AS backoff_cap,
                  nullif(coalesce(p_max_in_flight, max_in_flight), 0) AS max_in_flight,
                  nullif(coalesce(p_rate_limit, rate_limit), 0) AS rate_limit,
-                 transactional OR coalesce(p_transactional, false) AS transactional
+                 transactional OR coalesce(p_transactional, false) AS transactional, coalesce(p_newest_only, newest_only) AS newest_only
           FROM consumer_group WHERE id = p_group) AS n
     WHERE g.id = p_group
       -- Consumers say this at every start: no row version, and no lock, where nothing changes.
-      AND (g.lease_duration, g.max_attempts, g.backoff_base, g.backoff_factor, g.backoff_cap, g.max_in_flight, g.rate_limit, g.transactional)
+      AND (g.lease_duration, g.max_attempts, g.backoff_base, g.backoff_factor, g.backoff_cap, g.max_in_flight, g.rate_limit, g.transactional, g.newest_only)
           IS DISTINCT FROM
-          (n.lease_duration, n.max_attempts, n.backoff_base, n.backoff_factor, n.backoff_cap, n.max_in_flight, n.rate_limit, n.transactional);
+          (n.lease_duration, n.max_attempts, n.backoff_base, n.backoff_factor, n.backoff_cap, n.max_in_flight, n.rate_limit, n.transactional, n.newest_only);
+END $$;
+
+-- Messages that went by unhandled, for whoever looks at the group. Consumers say it now and then; nothing depends on it.
+CREATE OR REPLACE FUNCTION count_passed_over(p_stream bigint, p_group bigint, p_expired bigint, p_superseded bigint DEFAULT 0) RETURNS void
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+BEGIN
+    PERFORM require_group(p_stream, p_group);
+    INSERT INTO group_tally AS t (group_id, expired, superseded) VALUES (p_group, p_expired, p_superseded)
+        ON CONFLICT (group_id) DO UPDATE SET expired = t.expired + EXCLUDED.expired, superseded = t.superseded + EXCLUDED.superseded;
 END $$;
 
 CREATE OR REPLACE FUNCTION drop_group(p_stream bigint, p_group bigint) RETURNS void

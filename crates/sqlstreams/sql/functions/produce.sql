@@ -27,7 +27,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $make$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
-    EXECUTE format($text$
+    EXECUTE format(dollar_quoted($text$
         CREATE OR REPLACE FUNCTION %2$I(p_keys text[], p_routing_keys text[], p_headers text[], p_payloads %6$s[], p_idempotency_keys text[],
             p_deliver_at timestamptz[], p_delays float8[], p_expires_at timestamptz[], p_expires_in float8[], p_expected bigint[] DEFAULT '{}')
         RETURNS TABLE (id bigint, written_at timestamptz, duplicate boolean, differs boolean, deliver_at timestamptz, delayed boolean, witness_1 bigint, witness_2 bigint)
@@ -116,7 +116,7 @@ BEGIN
                          u.due, u.h1, u.h2
                   FROM unnest(ids, hashes1, hashes2, known, stored, sums, due) AS u(id, h1, h2, known, stored, sum, due)) AS x;
         END $$
-        $text$, current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
+        $text$), current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
         CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, format('%I.%I', current_schema(), 'message_log_' || p_stream || '_id_seq'),
         'message_delayed_' || p_stream, format('%I.%I', current_schema(), 'message_delayed_' || p_stream || '_id_seq'));
 END $make$;

@@ -42,11 +42,22 @@ CREATE TABLE consumer_group (
     transactional   boolean NOT NULL DEFAULT false,
     -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
     mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
-    -- it has bindings, or had some: see binding_set
+    -- of each key only the newest message, of a compacted stream: see functions/binding_set.sql
+    newest_only     boolean NOT NULL DEFAULT false,
+    -- not every message is for it, or was: it has bindings, or gets only what is newest
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
 );
+
+-- How many messages a group has passed over, a row for each group that has, updated every few seconds at most while it does.
+CREATE TABLE group_tally (
+    group_id   bigint PRIMARY KEY REFERENCES consumer_group ON DELETE CASCADE,
+    -- before a handler could have them
+    expired    bigint NOT NULL DEFAULT 0,
+    -- while they waited for another attempt, in groups that want only what is newest
+    superseded bigint NOT NULL DEFAULT 0
+) WITH (fillfactor = 50);
 
 -- What of its stream is for a group: the latest version for ids above its after_id, the one before for those below, and so on.
 -- See functions/binding.sql and binding_set.sql.

@@ -58,6 +58,7 @@ pub struct Context {
     history: History,
     over: CancellationToken,
     deadline: Option<Arc<Deadline>>,
+    expires: Option<Instant>,
 }
 
 /// Of whom a consumer handles messages.
@@ -137,8 +138,9 @@ impl Context {
         history: History,
         over: CancellationToken,
         deadline: Option<Arc<Deadline>>,
+        expires: Option<Instant>,
     ) -> Self {
-        Self { names, history, over, deadline }
+        Self { names, history, over, deadline, expires }
     }
 
     /// The stream's name.
@@ -171,6 +173,13 @@ impl Context {
     /// long as it likes. The lease of the message is no such limit: it is renewed while the consumer lives.
     pub fn deadline(&self) -> Option<Instant> {
         self.deadline.as_ref().map(|deadline| deadline.at())
+    }
+
+    /// When the message [expires](crate::Outgoing::expires_in), `None` if it does not: by the local clock that nobody sets, and not later
+    /// than by the database's, so that it can be compared with [`Instant::now`] whatever the machine's time is. It expires a
+    /// round trip earlier at most. The handler is not stopped then.
+    pub fn expires(&self) -> Option<Instant> {
+        self.expires
     }
 
     /// Gives the handler this long from now, whatever the timeout left it. Without a timeout it does nothing.

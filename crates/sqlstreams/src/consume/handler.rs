@@ -163,17 +163,18 @@ impl<T: Send + 'static> Run<T> {
         let over = jobs.first().map(|job| job.term.over().clone()).unwrap_or_default();
         // Before it is told whether messages have expired: it may take a while.
         let open = match (open.filter(|open| !open.is_closed()), &self.transactions) {
-            (None, Some(waits)) if jobs.iter().any(|job| !job.message.has_expired()) => {
+            (None, Some(waits)) if jobs.iter().any(|job| job.message.passed_over().is_none()) => {
                 self.begin(waits, &over).await
             }
             (open, _) => Ok(open),
         };
         for Job { source, message, history, term } in jobs {
             let id = message.id;
-            if message.has_expired() {
-                finished.push(Finished { source, id, verdict: Verdict::expired(), key: None });
+            if let Some(verdict) = message.passed_over() {
+                finished.push(Finished { source, id, verdict, key: None });
                 continue;
             }
+            let expires = message.expires;
             match decode::<T, C>(message) {
                 Ok(message) => {
                     let context = Context::new(
@@ -181,6 +182,7 @@ impl<T: Send + 'static> Run<T> {
                         history,
                         term.over().clone(),
                         deadline.clone(),
+                        expires,
                     );
                     deliveries.push(Delivery::new(message, context));
                     running.push(Running { source, id, delays: history.delays });

@@ -23,6 +23,7 @@ mod pace;
 mod protocol;
 mod run;
 mod sieve;
+mod tally;
 mod term;
 mod transaction;
 mod workers;
@@ -68,6 +69,10 @@ pub struct Consumed {
     pub delayed: u64,
     /// Messages that had [expired](crate::Outgoing::expires_in) before a handler could have them.
     pub expired: u64,
+    /// Messages that were to be tried again when a newer one of their key had come, of a group that receives the
+    /// [newest only](crate::GroupBuilder::newest_only). Those that were superseded before their first attempt are not sent, and
+    /// not counted.
+    pub superseded: u64,
 }
 
 impl Consumed {
@@ -78,6 +83,7 @@ impl Consumed {
             "retry" => &mut self.failed,
             "dead" => &mut self.dead_at_once,
             Verdict::EXPIRED => &mut self.expired,
+            Verdict::SUPERSEDED => &mut self.superseded,
             _ => &mut self.delayed,
         };
         *counter += 1;

@@ -292,9 +292,9 @@ impl Protocol {
         })
     }
 
-    /// Messages of the log by their ids, in order.
+    /// Messages of the log by their ids, in order; those that the group does not want any more come without payload.
     pub(crate) async fn fetch_messages(&self, ids: &[i64], bytes: i64) -> Result<Page> {
-        let params: [&(dyn ToSql + Sync); 3] = [&self.stream.id, &ids, &bytes];
+        let params: [&(dyn ToSql + Sync); 4] = [&self.stream.id, &ids, &bytes, &self.group];
         let fetch = &self.stream.queries.fetch_messages;
         let sent = Instant::now();
         Ok(Page::from_rows(&self.rows(fetch, &params, "fetch messages").await?, sent))
@@ -355,6 +355,17 @@ impl Protocol {
         let unsettled = &self.stream.client.inner.queries.unsettled;
         let rows = self.rows(unsettled, &params, "look what was settled").await?;
         Ok(one(rows, "look what was settled")?.get(0))
+    }
+
+    /// So many messages more went by unhandled.
+    pub(super) async fn count_passed_over(&self, expired: u64, superseded: u64) -> Result<()> {
+        let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+        let (expired, superseded) = (number(expired), number(superseded));
+        let params: [&(dyn ToSql + Sync); 4] =
+            [&self.stream.id, &self.group, &expired, &superseded];
+        let count = &self.stream.client.inner.queries.count_passed_over;
+        self.rows(count, &params, "count what went by").await?;
+        Ok(())
     }
 
     /// Hands exceptions back unfinished.
@@ -439,14 +450,18 @@ impl Page {
                 .iter()
                 .map(|row| {
                     let payload = row.get::<_, Option<Payload>>(6);
+                    let superseded: bool = row.get(9);
                     RawMessage {
                         id: row.get(0),
                         key: row.get(1),
                         routing_key: row.get(2),
                         headers: row.get(3),
                         produced_at: row.get(4),
-                        // The server keeps the payload of one that has expired.
-                        tombstone: payload.is_none() && row.get::<_, Option<i64>>(7) != Some(0),
+                        // The server keeps the payload of one that has expired or is superseded.
+                        tombstone: payload.is_none()
+                            && !superseded
+                            && row.get::<_, Option<i64>>(7) != Some(0),
+                        superseded,
                         payload: payload.unwrap_or_default().0,
                         expires: expires(row),
                         lane: row.get(8),

@@ -15,6 +15,7 @@ use super::health::{Activity, Health};
 use super::keeper::{Holding, Keeper};
 use super::ordered::Ordered;
 use super::protocol::Protocol;
+use super::tally::Tally;
 use super::workers::{Queue, Work, Workers};
 use super::{Consumed, Settings};
 use crate::backoff::Backoff;
@@ -121,8 +122,12 @@ where
     let budget = settings.budget.as_ref().map(|budget| budget.0.clone());
     let work = Work { runner, batch: settings.batch_size, budget, finished };
     let workers = Workers::start(settings.concurrency, &runtime, &queue, work);
+    let tally = Tally::start(protocol.clone(), settings.health.clone());
     if mode == Mode::Ordered {
-        return Ordered::new(protocol, settings, workers, queue, results, watch).run(goal).await;
+        let ordered = Ordered::new(protocol, settings, workers, queue, results, watch);
+        let ended = ordered.run(goal).await;
+        tally.end().await;
+        return ended;
     }
     let keeper = Keeper {
         protocol: protocol.clone(),
@@ -132,7 +137,9 @@ where
     };
     let keeper = tokio::spawn(keeper.run());
     let parts = Parts { protocol, settings, workers, queue, results, holding, keeper, watch };
-    Coordinator::new(parts).run(goal).await
+    let ended = Coordinator::new(parts).run(goal).await;
+    tally.end().await;
+    ended
 }
 
 /// The group, and up to where it is to be consumed. Waits for a database that is down; `None` when stopped meanwhile.

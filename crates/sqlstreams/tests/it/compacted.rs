@@ -20,7 +20,7 @@ async fn latest_and_current_are_the_newest_of_each_key() {
     let stream = compacted(&client).await;
     let producer = stream.producer();
     assert!(stream.latest("a").await.unwrap().is_none());
-    assert!(stream.current(None, 10).await.unwrap().is_empty());
+    assert!(stream.current(None, 10).await.unwrap().messages.is_empty());
     for (key, value) in [("b", 1), ("a", 2), ("", 3), ("b", 4), ("é", 5), ("c", 6), ("B", 7)] {
         producer.send(&Some(value)).key(key).await.unwrap();
     }
@@ -29,12 +29,15 @@ async fn latest_and_current_are_the_newest_of_each_key() {
     assert!(stream.latest("x").await.unwrap().is_none());
     // Keys byte by byte, the empty one first.
     let first = stream.current(None, 3).await.unwrap();
+    assert_eq!(first.next.as_deref(), Some("a"));
+    let first = first.messages;
     let keys = |page: &[sqlstreams::Message<Option<u64>>]| {
         page.iter().map(|m| (m.key.clone().unwrap(), m.payload.unwrap())).collect::<Vec<_>>()
     };
     assert_eq!(keys(&first), [(String::new(), 3), ("B".into(), 7), ("a".into(), 2)]);
     let rest = stream.current(first[2].key.as_deref(), 100).await.unwrap();
-    assert_eq!(keys(&rest), [("b".into(), 4), ("c".into(), 6), ("é".into(), 5)]);
+    assert_eq!(rest.next, None);
+    assert_eq!(keys(&rest.messages), [("b".into(), 4), ("c".into(), 6), ("é".into(), 5)]);
 
     producer.send_tombstone("b").await.unwrap();
     producer.send(&Some(8)).key("c").expires_in(Duration::from_millis(1)).await.unwrap();
@@ -42,7 +45,7 @@ async fn latest_and_current_are_the_newest_of_each_key() {
     assert!(stream.latest("b").await.unwrap().is_none());
     assert!(stream.latest("c").await.unwrap().is_none());
     let page = stream.current(Some("a"), 1).await.unwrap();
-    assert_eq!(keys(&page), [("é".into(), 5)]);
+    assert_eq!(keys(&page.messages), [("é".into(), 5)]);
     // JSON null is a value.
     producer.send(&None).key("b").await.unwrap();
     let null = stream.latest("b").await.unwrap().unwrap();
@@ -52,6 +55,25 @@ async fn latest_and_current_are_the_newest_of_each_key() {
     assert_eq!(db.query_one(sql, &[]).await.unwrap().get::<_, String>(0), "2");
     let sql = "SELECT count(*) FROM sqlstreams.current_messages('s', p_after => 'a')";
     assert_eq!(count(&db, sql).await, 2);
+}
+
+/// Keys that were removed bound a page.
+#[tokio::test]
+async fn a_page_ends_early_among_keys_that_were_removed() {
+    let (client, db) = client().await;
+    let stream = client.stream::<Option<u64>>("s").compacted(true).create().await.unwrap();
+    db.batch_execute(
+        "INSERT INTO sqlstreams.message_log_1 (key, payload)
+         SELECT lpad(n::text, 5, '0'), CASE WHEN n IN (1, 15000) THEN '1'::json END FROM generate_series(1, 20002) AS n",
+    )
+    .await
+    .unwrap();
+    let page = stream.current(None, 10).await.unwrap();
+    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("10001")));
+    let page = stream.current(page.next.as_deref(), 10).await.unwrap();
+    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("20002")));
+    let page = stream.current(page.next.as_deref(), 10).await.unwrap();
+    assert_eq!((page.messages.len(), page.next.as_deref()), (0, None));
 }
 
 #[tokio::test]
@@ -295,6 +317,6 @@ async fn counters_that_many_change_lose_nothing() {
     }
     println!("{conflicts} conflicts");
     assert!(conflicts > 0, "nothing ran at the same time");
-    let counters = stream.current(None, 10).await.unwrap();
+    let counters = stream.current(None, 10).await.unwrap().messages;
     assert_eq!(counters.iter().map(|m| m.payload.unwrap()).sum::<u64>(), 160);
 }

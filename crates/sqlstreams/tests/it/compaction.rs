@@ -171,6 +171,26 @@ async fn it_locks_the_partition_alone_and_keeps_out_of_anothers_way() {
     assert_eq!(db.execute(write, &[]).await.unwrap_err().code().unwrap().code(), "SQ007");
 }
 
+/// It would be handed messages that are about to go, and have dead letters without a message.
+#[tokio::test]
+async fn no_group_is_created_while_a_step_is_under_way() {
+    let url = database().await;
+    let (stream, db) = with_keys(&url, &["a", "a"]).await;
+    let other = connect(&url).await;
+    other.batch_execute("BEGIN").await.unwrap();
+    assert_eq!(compact(&other).await, 1);
+    let mut created = Box::pin(stream.group("g").create());
+    let early = tokio::time::timeout(Duration::from_millis(300), &mut created).await;
+    assert!(early.is_err(), "{early:?}");
+    other.batch_execute("COMMIT").await.unwrap();
+    created.await.unwrap();
+    // Nor the other way round.
+    db.batch_execute("BEGIN; SELECT sqlstreams.create_group(1, 'h')").await.unwrap();
+    assert!(stream.compact(NOTHING, NOTHING).await.unwrap().busy);
+    db.batch_execute("COMMIT").await.unwrap();
+    assert!(!stream.compact(NOTHING, NOTHING).await.unwrap().busy);
+}
+
 #[tokio::test]
 async fn it_goes_in_steps_through_all_partitions() {
     let (client, db) = client().await;
@@ -338,7 +358,7 @@ async fn whatever_happens_the_newest_are_there_and_nothing_unresolved_vanishes()
 
     let expected: Vec<(String, u64)> =
         model.iter().filter_map(|(key, value)| value.map(|v| (key.clone(), v))).collect();
-    let current = stream.current(None, 10_000).await.unwrap();
+    let current = stream.current(None, 10_000).await.unwrap().messages;
     let current: Vec<(String, u64)> =
         current.into_iter().map(|m| (m.key.unwrap(), m.payload.unwrap())).collect();
     assert_eq!(current, expected);

@@ -45,8 +45,12 @@ async fn what_has_expired_is_passed_over_and_counted() {
         let consumer = group.consumer().concurrency(4).until_caught_up();
         let handle = {
             let seen = seen.clone();
-            move |payload: u64| {
+            move |message: &Delivery<u64>| {
+                let payload = message.payload;
                 assert_ne!(payload % 3, 2, "{payload} had expired");
+                let left = message.context.expires().map(|at| at - Instant::now());
+                assert_eq!(left.is_some(), payload % 3 == 1);
+                assert!(left.is_none_or(|left| left <= HOUR && left > HOUR - HOUR / 4), "{left:?}");
                 seen.fetch_add(1, Ordering::SeqCst);
             }
         };
@@ -54,7 +58,7 @@ async fn what_has_expired_is_passed_over_and_counted() {
             false => {
                 consumer
                     .run(move |m: Delivery<u64>| {
-                        handle(m.payload);
+                        handle(&m);
                         async {}
                     })
                     .await
@@ -62,7 +66,7 @@ async fn what_has_expired_is_passed_over_and_counted() {
             true => {
                 consumer
                     .run_transactional(move |m: Delivery<u64>, _tx| {
-                        handle(m.payload);
+                        handle(&m);
                         async {}
                     })
                     .await
@@ -83,6 +87,13 @@ async fn what_has_expired_is_passed_over_and_counted() {
         .await
         .unwrap();
     assert_eq!((consumed.handled, consumed.expired), (2_000, 1_000));
+
+    // An operator sees it.
+    for name in ["g", "t", "b"] {
+        let status = stream.group(name).open().await.unwrap().status().await.unwrap();
+        assert_eq!((status.expired, status.superseded), (1_000, 0), "{name}");
+    }
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.group_tally").await, 3);
 
     // In the log they are as long as it keeps them.
     assert_eq!(stream.read(&[3]).await.unwrap()[0].payload, 2);

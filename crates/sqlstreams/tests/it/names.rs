@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlstreams::{Client, Delivery, ErrorKind, Outgoing, Start};
 
-use crate::support::{client, count};
+use crate::support::{client, count, database};
 
 /// Sends to a stream of that name and consumes in a group of that name.
 async fn round_trip(client: &Client, name: &str) {
@@ -46,14 +46,40 @@ async fn tb_143_names_of_every_length_work() {
             round_trip(&client, &"🦀".repeat(length / 4)).await;
         }
     }
+    // Of every length, as bytes and as characters of four: groups, and keys of all kinds.
+    let names = || {
+        let long = (1..=50).map(|length| "🦀".repeat(length));
+        (1..=200).map(|length| "n".repeat(length)).chain(long)
+    };
     let stream = client.stream::<u64>("s").create().await.unwrap();
-    for length in 1..=200 {
-        let name = "n".repeat(length);
-        let group = stream.group(&name).create().await.unwrap();
+    let batch = names()
+        .map(|name| Outgoing::new(&1).key(&*name).routing_key(&*name).idempotency_key(&*name));
+    stream.producer().send_all(batch).await.unwrap();
+    for name in names() {
+        let group = stream.group(&name).bind(&*name).create().await.unwrap();
         assert_eq!(stream.group(&name).open().await.unwrap().id(), group.id());
     }
-    assert_eq!(stream.groups().await.unwrap().len(), 200);
+    assert_eq!(stream.groups().await.unwrap().len(), 250);
+    for name in [1, 63, 64, 199, 200].map(|length| "n".repeat(length)) {
+        let expected = name.clone();
+        let consumer = stream.group(&name).open().await.unwrap().consumer().until_caught_up();
+        let consumed = consumer
+            .run(move |m: Delivery<u64>| {
+                assert_eq!(m.key.as_deref(), Some(&*expected));
+                async {}
+            })
+            .await
+            .unwrap();
+        assert_eq!(consumed.handled, 1, "its own message");
+    }
     stream.drop_stream().await.unwrap();
+    // And streams; the tables of each are many, so they go at once.
+    for name in names() {
+        let stream = client.stream::<u64>(&name).create().await.unwrap();
+        assert_eq!(client.stream::<u64>(&name).open().await.unwrap().id(), stream.id());
+        assert_eq!(stream.producer().send(&1).await.unwrap().id, 1);
+        stream.drop_stream().await.unwrap();
+    }
     for name in ["n".repeat(201), "🦀".repeat(51), String::new()] {
         let error = client.stream::<u64>(&name).create().await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidName, "{name:?}");
@@ -128,6 +154,18 @@ async fn tb_147_punctuation_works_everywhere() {
     ] {
         round_trip(&client, name).await;
     }
+    // Each by itself, and where it could end something.
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    for mark in all.chars() {
+        for name in [format!("{mark}"), format!("a{mark}b"), format!("{mark}{mark}")] {
+            let group = stream.group(&name).create().await.unwrap();
+            assert_eq!(stream.group(&name).open().await.unwrap().id(), group.id(), "{name:?}");
+            stream.producer().send(&1).key(&*name).routing_key(&*name).await.unwrap();
+            let other = client.stream::<u64>(&name).create_if_missing().await.unwrap();
+            assert_eq!(other.name(), name);
+        }
+    }
+    stream.drop_stream().await.unwrap();
     // Names that differ in nothing but case, blanks or normalization are different names.
     let mut ids = Vec::new();
     for name in ["a", "A", "a ", "é", "e\u{301}"] {
@@ -135,6 +173,22 @@ async fn tb_147_punctuation_works_everywhere() {
     }
     ids.dedup();
     assert_eq!(ids.len(), 5);
+    // Of the schema, too, which is in the text of functions.
+    for schema in ["$$", "a$$b", "$body$", "$x$body$$", "a'b\"c\\d", "%I {schema} ;--", "Ü🦀"] {
+        let url = database().await;
+        let client = Client::builder(&url).schema(schema).connect().await.unwrap();
+        round_trip(&client, "$$").await;
+        let stream = client.stream::<u64>("c").compacted(true).create().await.unwrap();
+        stream.producer().send(&1).key("k").await.unwrap();
+        assert_eq!(stream.latest("k").await.unwrap().unwrap().payload, 1);
+        assert_eq!(stream.current(None, 9).await.unwrap().messages.len(), 1);
+        let group = stream.group("g").create().await.unwrap();
+        let consumed = group.consumer().until_caught_up();
+        let consumed = consumed.run_transactional(async |_: Delivery<u64>, _tx| ()).await;
+        assert_eq!(consumed.unwrap().handled, 1, "{schema:?}");
+        stream.compact(Duration::ZERO, Duration::ZERO).await.unwrap();
+        stream.reclaim().await.unwrap();
+    }
     // The longest wait is for nothing here.
     tokio::time::timeout(Duration::from_secs(10), client.streams()).await.unwrap().unwrap();
 }

@@ -15,8 +15,8 @@ pub(crate) const BOOKED: &str = "booked";
 pub(crate) struct Row {
     pub(crate) message_id: i64,
     pub(crate) payload: i64,
-    /// Which process wrote it.
-    pub(crate) worker: String,
+    /// The handler failed afterwards, on purpose.
+    pub(crate) failed: bool,
     /// When, in seconds by the database's clock.
     pub(crate) at: f64,
 }
@@ -32,6 +32,7 @@ pub(crate) async fn create(db: &tokio_postgres::Client, tables: &Tables) -> anyh
                  message_id bigint NOT NULL,
                  payload bigint NOT NULL,
                  worker text NOT NULL,
+                 failed boolean NOT NULL,
                  at timestamptz NOT NULL DEFAULT clock_timestamp()
              )",
             tables.name(table)
@@ -52,20 +53,22 @@ pub(crate) struct Book {
 impl Book {
     pub(crate) fn new(tables: &Tables, table: &str, group: &'static str, worker: &str) -> Self {
         let insert = format!(
-            "INSERT INTO {} (group_name, message_id, payload, worker) VALUES ($1, $2, $3, $4)",
+            "INSERT INTO {} (group_name, message_id, payload, worker, failed) VALUES ($1, $2, $3, $4, $5)",
             tables.name(table)
         );
         Self { insert, group, worker: worker.to_owned() }
     }
 
-    /// A message was handled: by itself or in the transaction that is open on the connection.
+    /// A message was handled, or is about to fail: by itself or in the transaction that is open on the connection.
     pub(crate) async fn write(
         &self,
         db: &tokio_postgres::Client,
         message_id: i64,
         payload: i64,
+        failed: bool,
     ) -> Result<(), tokio_postgres::Error> {
-        let params: [&(dyn ToSql + Sync); 4] = [&self.group, &message_id, &payload, &self.worker];
+        let params: [&(dyn ToSql + Sync); 5] =
+            [&self.group, &message_id, &payload, &self.worker, &failed];
         db.execute(&self.insert, &params).await.map(drop)
     }
 }
@@ -78,7 +81,7 @@ pub(crate) async fn rows(
     group: &str,
 ) -> anyhow::Result<Vec<Row>> {
     let sql = format!(
-        "SELECT message_id, payload, worker, extract(epoch FROM at)::float8
+        "SELECT message_id, payload, failed, extract(epoch FROM at)::float8
          FROM {} WHERE group_name = $1 ORDER BY seq",
         tables.name(table)
     );
@@ -88,7 +91,7 @@ pub(crate) async fn rows(
         .map(|row| Row {
             message_id: row.get(0),
             payload: row.get(1),
-            worker: row.get(2),
+            failed: row.get(2),
             at: row.get(3),
         })
         .collect())

@@ -6,6 +6,7 @@ use serde::Serialize;
 use sqlstreams::Group;
 
 use super::business::Row;
+use super::produce::key;
 
 /// Dead letters read per call.
 const PAGE: i64 = 1_000;
@@ -16,9 +17,11 @@ pub(crate) struct Count {
     pub(crate) group: String,
     /// Rows that handlers wrote.
     pub(crate) rows: u64,
-    /// Messages among those.
+    /// Of those, rows of handlers that failed afterwards, on purpose.
+    pub(crate) failed: u64,
+    /// Messages that were handled.
     pub(crate) handled: u64,
-    /// Rows beyond one a message.
+    /// Rows beyond one a message that was handled.
     pub(crate) repeated: u64,
     /// Dead letters.
     pub(crate) dead: u64,
@@ -28,6 +31,8 @@ pub(crate) struct Count {
     pub(crate) altered: u64,
     /// The longest time between two rows.
     pub(crate) longest_pause_seconds: f64,
+    /// Messages that a handler had while an earlier one of their key was neither handled nor dead.
+    pub(crate) out_of_order: u64,
 }
 
 impl Count {
@@ -37,10 +42,13 @@ impl Count {
         acknowledged: &BTreeMap<i64, i64>,
         rows: &[Row],
         dead: &BTreeSet<i64>,
+        keys: u32,
     ) -> Self {
-        let mut handled = BTreeSet::new();
+        let mut handled = HashSet::new();
         let mut altered = 0;
-        for row in rows {
+        let done = rows.iter().filter(|row| !row.failed);
+        let failed = rows.iter().filter(|row| row.failed).count();
+        for row in done {
             // A message without a receipt may have any payload that was tried.
             let expected = acknowledged.get(&row.message_id);
             altered += u64::from(expected.is_some_and(|payload| *payload != row.payload));
@@ -50,8 +58,9 @@ impl Count {
         Self {
             group: group.to_owned(),
             rows: rows.len() as u64,
+            failed: failed as u64,
             handled: handled.len() as u64,
-            repeated: (rows.len() - handled.len()) as u64,
+            repeated: (rows.len() - failed - handled.len()) as u64,
             dead: dead.len() as u64,
             lost: acknowledged.keys().filter(is_lost).count() as u64,
             altered,
@@ -59,6 +68,7 @@ impl Count {
                 .windows(2)
                 .map(|two| two[1].at - two[0].at)
                 .fold(0.0, f64::max),
+            out_of_order: out_of_order(acknowledged, rows, dead, keys),
         }
     }
 
@@ -73,19 +83,38 @@ impl Count {
     }
 }
 
-/// How many messages had their first row after one with a higher id from the same process.
+/// How many messages had their first row when an earlier message of their key had none yet of a handler that succeeded.
 ///
-/// That happens to messages which their process took over from another, so it is no failure by itself.
-pub(crate) fn late(rows: &[Row]) -> u64 {
-    let mut handled = HashSet::new();
-    let mut highest = HashMap::<&str, i64>::new();
-    let mut late = 0;
-    for row in rows.iter().filter(|row| handled.insert(row.message_id)) {
-        let highest = highest.entry(&row.worker).or_insert(row.message_id);
-        late += u64::from(row.message_id < *highest);
-        *highest = row.message_id.max(*highest);
+/// Later rows may go back behind others: whoever dies before it has said that it handled a message has it handled again.
+fn out_of_order(
+    acknowledged: &BTreeMap<i64, i64>,
+    rows: &[Row],
+    dead: &BTreeSet<i64>,
+    keys: u32,
+) -> u64 {
+    // Messages without a receipt may be there as well.
+    let unknown = rows.iter().map(|row| (row.message_id, row.payload));
+    let messages: BTreeMap<i64, i64> =
+        acknowledged.iter().map(|(id, payload)| (*id, *payload)).chain(unknown).collect();
+    // Of each key what is not done, the lowest id last.
+    let mut open = HashMap::<i64, Vec<i64>>::new();
+    for (id, payload) in messages.iter().rev().filter(|(id, _)| !dead.contains(*id)) {
+        open.entry(key(*payload, keys)).or_default().push(*id);
     }
-    late
+    let (mut seen, mut done) = (HashSet::new(), HashSet::new());
+    let mut wrong = 0;
+    for row in rows {
+        let open = open.entry(key(row.payload, keys)).or_default();
+        let first = seen.insert(row.message_id);
+        wrong += u64::from(first && open.last().is_some_and(|lowest| *lowest < row.message_id));
+        if !row.failed {
+            done.insert(row.message_id);
+        }
+        while open.last().is_some_and(|lowest| done.contains(lowest)) {
+            open.pop();
+        }
+    }
+    wrong
 }
 
 /// The ids of a group's dead letters.
@@ -105,34 +134,39 @@ pub(crate) async fn dead_letters(group: &Group<i64>) -> sqlstreams::Result<BTree
 mod tests {
     use super::*;
 
-    fn row(message_id: i64, worker: &str) -> Row {
-        Row { message_id, payload: message_id * 10, worker: worker.to_owned(), at: 0.0 }
+    fn row(message_id: i64) -> Row {
+        Row { message_id, payload: message_id * 10, failed: false, at: 0.0 }
+    }
+
+    fn failed(message_id: i64) -> Row {
+        Row { failed: true, ..row(message_id) }
     }
 
     fn count(rows: &[Row], dead: &[i64]) -> Count {
         let acknowledged = (1..=5).map(|id| (id, id * 10)).collect();
-        Count::of("g", &acknowledged, rows, &dead.iter().copied().collect())
+        Count::of("g", &acknowledged, rows, &dead.iter().copied().collect(), 1)
     }
 
     #[test]
     fn what_is_missing_is_lost_unless_it_is_dead() {
-        let rows = [row(1, "a"), row(2, "a"), row(4, "a")];
+        let rows = [row(1), row(2), row(4), failed(5)];
         let found = count(&rows, &[3]);
-        assert_eq!((found.handled, found.dead, found.lost), (3, 1, 1));
+        assert_eq!((found.handled, found.dead, found.lost, found.failed), (3, 1, 1, 1));
         assert!(!found.is_complete());
         assert!(count(&rows, &[3, 5]).is_exact());
     }
 
     #[test]
     fn what_comes_twice_is_repeated() {
-        let found = count(&[1, 2, 2, 3, 4, 5, 1].map(|id| row(id, "a")), &[]);
-        assert_eq!((found.rows, found.handled, found.repeated), (7, 5, 2));
+        let rows = [row(1), failed(2), row(2), row(2), row(3), row(4), row(5), row(1)];
+        let found = count(&rows, &[]);
+        assert_eq!((found.rows, found.handled, found.repeated), (8, 5, 2));
         assert!(found.is_complete() && !found.is_exact());
     }
 
     #[test]
-    fn what_comes_with_another_payload_or_late_is_noticed() {
-        let mut rows = [1, 2, 3, 4, 5].map(|id| row(id, "a"));
+    fn what_comes_with_another_payload_is_noticed() {
+        let mut rows = [1, 2, 3, 4, 5].map(row);
         (rows[2].payload, rows[3].at, rows[4].at) = (0, 1.5, 2.0);
         let found = count(&rows, &[]);
         assert_eq!((found.altered, found.lost, found.longest_pause_seconds), (1, 0, 1.5));
@@ -140,10 +174,21 @@ mod tests {
     }
 
     #[test]
-    fn lateness_is_within_a_worker() {
-        let rows = [row(4, "a"), row(1, "b"), row(3, "a"), row(2, "b"), row(5, "a")];
-        assert_eq!(late(&rows), 1);
-        // Nor is a repetition late: the message was handled before.
-        assert_eq!(late(&[row(1, "a"), row(2, "a"), row(1, "a")]), 0);
+    fn order_is_that_of_first_times() {
+        let wrong = |rows: &[Row], dead: &[i64]| count(rows, dead).out_of_order;
+        assert_eq!(wrong(&[1, 2, 3, 4, 5].map(row), &[]), 0);
+        // Handled again it is not out of order, and what comes after what failed is.
+        assert_eq!(wrong(&[row(1), row(2), row(1), row(3)], &[]), 0);
+        assert_eq!(wrong(&[row(1), failed(2), row(2), row(3)], &[]), 0);
+        assert_eq!(wrong(&[row(1), failed(2), row(3), row(2), row(4)], &[]), 1);
+        assert_eq!(wrong(&[row(5), row(1), row(2)], &[]), 1);
+        // Only a dead one is passed over.
+        assert_eq!(wrong(&[row(1), row(3)], &[2]), 0);
+        assert_eq!(wrong(&[row(1), row(3)], &[]), 1);
+        // Other keys do not count.
+        let acknowledged = (1..=5).map(|id| (id, id * 10 + id)).collect();
+        let rows = [2, 4, 1, 3, 5].map(|id| Row { payload: id * 10 + id, ..row(id) });
+        assert_eq!(Count::of("g", &acknowledged, &rows, &BTreeSet::new(), 2).out_of_order, 0);
+        assert_eq!(Count::of("g", &acknowledged, &rows, &BTreeSet::new(), 1).out_of_order, 2);
     }
 }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
+use sqlstreams::CancellationToken;
 
 use super::groups::LEASE;
 use super::workers::{TICK, Workers};
@@ -38,15 +39,15 @@ impl Deck {
     }
 }
 
-/// Disturbs them until that time; afterwards all of them run.
+/// Disturbs them until it is enough; afterwards all of them run.
 pub(crate) async fn disturb(
     workers: &mut Workers,
     seed: u64,
-    until: Instant,
+    enough: &CancellationToken,
 ) -> anyhow::Result<()> {
     let mut deck = Deck { rng: Rng::with_seed(seed), left: Vec::new() };
     let mut next = Instant::now() + pause(&mut deck.rng);
-    while Instant::now() < until {
+    while !enough.is_cancelled() {
         tokio::time::sleep(TICK).await;
         workers.look_after().await?;
         if Instant::now() < next {

@@ -15,8 +15,11 @@ pub(crate) struct Facts {
     pub(crate) consumers: usize,
     /// How long they were disturbed.
     pub(crate) seconds: f64,
-    /// Messages a second.
-    pub(crate) rate: u32,
+    /// Messages a second, if they were sent at a rate.
+    pub(crate) rate: Option<u32>,
+    pub(crate) keys: u32,
+    /// Of a hundred messages, how many fail at first.
+    pub(crate) failures: u8,
     pub(crate) lease_seconds: f64,
     /// Messages whose receipt came.
     pub(crate) produced: u64,
@@ -27,10 +30,8 @@ pub(crate) struct Facts {
     pub(crate) drained_in_seconds: Option<f64>,
     pub(crate) plain: Count,
     pub(crate) ordered: Count,
-    /// Messages of `ordered` that a process handled after one with a higher id: mostly taken over from another process.
-    pub(crate) late_in_ordered: u64,
     pub(crate) transactional: Count,
-    /// Nothing lost, nothing altered, the transactional group exact, no worker failed.
+    /// Nothing lost, nothing altered, the ordered group in order, the transactional one exact, no worker failed.
     pub(crate) ok: bool,
 }
 
@@ -45,6 +46,11 @@ impl Facts {
             } else if self.is_to_be_exact(count) && !count.is_exact() {
                 complaints.push(format!("{group}: {repeated} messages done twice"));
             }
+        }
+        if self.ordered.out_of_order > 0 {
+            let messages = self.ordered.out_of_order;
+            complaints
+                .push(format!("ordered: {messages} messages before earlier ones of their key"));
         }
         if self.drained_in_seconds.is_none() {
             complaints.push("the groups did not come to their end".to_owned());

@@ -2,17 +2,19 @@
 
 use std::time::Duration;
 
-use sqlstreams::{Group, Stream};
+use sqlstreams::{Group, Mode, RetryPolicy, Stream};
 
-/// Handlers write by themselves: every message at least once.
+/// Handlers write by themselves: every message at least once, in any order.
 pub(crate) const PLAIN: &str = "plain";
-/// The same, one message at a time: about in the order of ids.
+/// The same in an ordered group: messages of one key in the order of their ids.
 pub(crate) const ORDERED: &str = "ordered";
 /// Handlers write in the transaction that settles the message: exactly once.
 pub(crate) const TRANSACTIONAL: &str = "transactional";
 
 /// How long a lease lasts without a heartbeat.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
+/// The bound of the delay after a first failure.
+const BACKOFF: Duration = Duration::from_millis(100);
 
 /// All of them.
 #[derive(Debug)]
@@ -24,11 +26,15 @@ pub(crate) struct Groups {
 
 impl Groups {
     pub(crate) async fn create(stream: &Stream<i64>) -> sqlstreams::Result<Self> {
-        let create = async |name| stream.group(name).lease(LEASE).create().await;
+        // Failures are made: they are not to hold a key up for long, and not to make dead letters.
+        let retry = RetryPolicy::attempts(20).backoff(BACKOFF, 2.0, BACKOFF * 8);
+        let create = async |name, mode| {
+            stream.group(name).lease(LEASE).retry(retry).mode(mode).create().await
+        };
         Ok(Self {
-            plain: create(PLAIN).await?,
-            ordered: create(ORDERED).await?,
-            transactional: create(TRANSACTIONAL).await?,
+            plain: create(PLAIN, Mode::Parallel).await?,
+            ordered: create(ORDERED, Mode::Ordered).await?,
+            transactional: create(TRANSACTIONAL, Mode::Parallel).await?,
         })
     }
 

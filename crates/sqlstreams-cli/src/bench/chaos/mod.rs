@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use sqlstreams::Group;
+use sqlstreams::{CancellationToken, Group};
 
 use self::business::{BOOKED, HANDLED};
 use self::count::Count;
@@ -39,18 +39,24 @@ Starts consumers as processes, produces at a steady rate, and at random kills a 
 freezes it (SIGSTOP) for a moment or for longer than its lease lasts, or restarts it (SIGTERM). At
 the end all run until nothing is left to do; then what they wrote to tables is counted:
   plain          handlers write by themselves: nothing may be lost, but things may be repeated
-  ordered        the same, one message at a time in each process
+  ordered        the same, in an ordered group: messages of one key in their order
   transactional  handlers write in the transaction that settles the message: exactly once
-Repeated are rows beyond one a message: who dies between writing one and saying so has it written
-again. The longest pause is that between two rows, at least one process being awake at all times. Of `ordered` it is told how many messages a process handled after one with a higher id, as it
-must when it takes over what another left behind.
+Of a hundred messages some fail at first. Repeated are rows beyond one a message that was handled: who
+dies between writing one and saying so has it written again. Out of order are messages that a handler had
+while an earlier one of their key was neither handled nor dead: none may be in ordered, and some
+are in plain, if there is anything to see. The longest pause is that between two rows, at least one process being
+awake at all times.
+
+With --messages it sends so many as fast as it goes, and disturbs until the groups have handed them
+all out; else it sends at a rate for a time.
 
 Without a database it starts a private PostgreSQL. With -v it tells what it does to whom. The exit
-code is 1 if a message was lost or altered, if the transactional group is not exact, if something is
-left undone, or if a worker ended by itself or did not stop when asked to.
+code is 1 if a message was lost or altered, if the ordered group was not in order or the transactional one
+not exact, if something is left undone, or if a worker ended by itself or did not stop when asked to.
 
 Examples:
   sqlstreams bench chaos
+  sqlstreams bench chaos --messages 1000000 --keys 1000 --consumers 8 --failures 5
   sqlstreams bench chaos --for 10m --consumers 8 --rate 500
   sqlstreams bench chaos --seed 7 -v
   sqlstreams bench chaos --for 20s --json | jq .plain";
@@ -70,6 +76,18 @@ pub(crate) struct ChaosArgs {
     #[arg(long, value_name = "N", default_value_t = 200,
           value_parser = clap::value_parser!(u32).range(1..=10_000))]
     rate: u32,
+    /// So many messages instead, as fast as it goes; at most 10 million
+    #[arg(long, value_name = "N", conflicts_with_all = ["time", "rate"],
+          value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    messages: Option<u32>,
+    /// How many keys the messages have, in turn
+    #[arg(long, value_name = "N", default_value_t = 100,
+          value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    keys: u32,
+    /// Of a hundred messages, how many fail at their first attempt
+    #[arg(long, value_name = "PERCENT", default_value_t = 5,
+          value_parser = clap::value_parser!(u8).range(0..=100))]
+    failures: u8,
     /// Repeats the disturbances of another run, if not quite at the same moments [default: a new one]
     #[arg(long, value_name = "N")]
     seed: Option<u64>,
@@ -99,16 +117,38 @@ async fn chaos(
     let seed = args.seed.unwrap_or_else(|| fastrand::u64(..1_000_000));
     business::create(&place.db, &place.tables).await?;
     let groups = Groups::create(&place.stream).await?;
-    let mut workers =
-        Workers::start(context, &place.url, place.stream.name(), args.consumers.into())?;
-
-    let until = Instant::now() + args.time;
-    let total = args.time.as_millis().try_into().unwrap_or(u64::MAX);
-    let progress = Progress::new(context, Some(total), "messages");
-    let (produced, ()) = tokio::try_join!(
-        produce::produce(&place.stream, args.rate, until, &progress),
-        disturb::disturb(&mut workers, seed, until),
+    let mut workers = Workers::start(
+        context,
+        &place.url,
+        place.stream.name(),
+        args.consumers.into(),
+        args.failures,
     )?;
+
+    let begin = Instant::now();
+    let total = match args.messages {
+        Some(messages) => messages.into(),
+        None => args.time.as_millis().try_into().unwrap_or(u64::MAX),
+    };
+    let progress = Progress::new(context, Some(total), "messages");
+    let enough = CancellationToken::new();
+    let work = async {
+        let produced = match args.messages {
+            Some(messages) => {
+                let produced = produce::produce_all(&place.stream, messages, args.keys).await?;
+                drain::hand_out(&groups, produced.last(), &progress).await?;
+                produced
+            }
+            None => {
+                let until = begin + args.time;
+                produce::produce(&place.stream, args.rate, args.keys, until, &progress).await?
+            }
+        };
+        enough.cancel();
+        Ok(produced)
+    };
+    let (produced, ()) = tokio::try_join!(work, disturb::disturb(&mut workers, seed, &enough))?;
+    let seconds = begin.elapsed().as_secs_f64();
     progress.clear();
     context.say("waiting for the workers to finish");
     let drained = drain::drain(&groups, produced.last(), &mut workers).await?;
@@ -120,15 +160,17 @@ async fn chaos(
     let count = async |group: &Group<i64>, table: &str| {
         let rows = rows(group, table).await?;
         let dead = count::dead_letters(group).await?;
-        anyhow::Ok(Count::of(group.name(), &produced.acknowledged, &rows, &dead))
+        anyhow::Ok(Count::of(group.name(), &produced.acknowledged, &rows, &dead, args.keys))
     };
     let mut facts = Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         seed,
         consumers: args.consumers.into(),
-        seconds: args.time.as_secs_f64(),
-        rate: args.rate,
+        seconds,
+        rate: args.messages.is_none().then_some(args.rate),
+        keys: args.keys,
+        failures: args.failures,
         lease_seconds: LEASE.as_secs_f64(),
         produced: produced.acknowledged.len() as u64,
         refused: produced.refused,
@@ -136,7 +178,6 @@ async fn chaos(
         drained_in_seconds: drained.map(|time| time.as_secs_f64()),
         plain: count(&groups.plain, HANDLED).await?,
         ordered: count(&groups.ordered, HANDLED).await?,
-        late_in_ordered: count::late(&rows(&groups.ordered, HANDLED).await?),
         transactional: count(&groups.transactional, BOOKED).await?,
         ok: false,
     };

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use sqlstreams::Stream;
+use sqlstreams::{Outgoing, Stream};
 use tokio::task::JoinSet;
 
 use crate::progress::Progress;
@@ -18,10 +18,41 @@ pub(crate) struct Produced {
     pub(crate) refused: u64,
 }
 
+/// Messages sent at once.
+const BATCH: usize = 500;
+
+/// The key of a message among so many.
+pub(crate) fn key(payload: i64, keys: u32) -> i64 {
+    payload % i64::from(keys)
+}
+
+/// Produces so many messages as fast as it goes. Payloads count from 1.
+pub(crate) async fn produce_all(
+    stream: &Stream<i64>,
+    messages: u32,
+    keys: u32,
+) -> anyhow::Result<Produced> {
+    let producer = stream.producer();
+    let mut produced = Produced::default();
+    let payloads: Vec<i64> = (1..=i64::from(messages)).collect();
+    for batch in payloads.chunks(BATCH) {
+        let messages = batch.iter().map(|n| Outgoing::new(n).key(key(*n, keys).to_string()));
+        match producer.send_all(messages).await {
+            Ok(receipts) => {
+                let ids = receipts.iter().map(|receipt| receipt.id);
+                produced.acknowledged.extend(ids.zip(batch.iter().copied()));
+            }
+            Err(_) => produced.refused += 1,
+        }
+    }
+    Ok(produced)
+}
+
 /// Produces at a steady rate until that time. Payloads count from 1.
 pub(crate) async fn produce(
     stream: &Stream<i64>,
     rate: u32,
+    keys: u32,
     until: Instant,
     progress: &Progress,
 ) -> anyhow::Result<Produced> {
@@ -39,7 +70,8 @@ pub(crate) async fn produce(
                 }
                 payload += 1;
                 let producer = producer.clone();
-                sends.spawn(async move { (payload, producer.send(&payload).await) });
+                let key = key(payload, keys).to_string();
+                sends.spawn(async move { (payload, producer.send(&payload).key(key).await) });
                 progress.update(
                     begin.elapsed().as_millis().try_into().unwrap_or(u64::MAX),
                     payload.unsigned_abs(),

@@ -4,22 +4,25 @@ use sqlstreams::Stream;
 
 use super::business::Book;
 use super::groups::TRANSACTIONAL;
-use super::worker::{CONCURRENCY, consumer, pause};
+use super::worker::{BoxedError, consumer, fails, pause};
 use crate::signals::Signals;
 
 /// Consumes until it is stopped.
 pub(crate) async fn consume(
-    stream: Stream<i64>,
+    stream: &Stream<i64>,
     book: Book,
-    signals: Signals,
+    failures: u8,
+    signals: &Signals,
 ) -> anyhow::Result<()> {
-    let consumer = consumer(&stream, TRANSACTIONAL, CONCURRENCY, &signals);
+    let consumer = consumer(stream, TRANSACTIONAL, signals);
     let handler = consumer.run_transactional(move |message, transaction| {
         let book = book.clone();
+        let fails = fails(&message, failures);
         async move {
-            book.write(&transaction, message.id, message.payload).await?;
+            book.write(&transaction, message.id, message.payload, fails).await?;
             pause().await;
-            Ok::<_, tokio_postgres::Error>(())
+            // What it has written goes with that.
+            if fails { Err("on purpose".into()) } else { Ok::<_, BoxedError>(()) }
         }
     });
     handler.await?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Args;
-use sqlstreams::{Client, ConsumerBuilder, Dsn, Stream};
+use sqlstreams::{Client, ConsumerBuilder, Delivery, Dsn, Stream};
 
 use super::business::{BOOKED, Book, HANDLED};
 use super::groups::{ORDERED, PLAIN, TRANSACTIONAL};
@@ -16,7 +16,7 @@ use crate::context::Context;
 use crate::failure::Failure;
 use crate::signals::Signals;
 
-/// Handlers at once, where order does not matter.
+/// Handlers at once.
 pub(crate) const CONCURRENCY: usize = 4;
 
 #[derive(Debug, Args)]
@@ -27,6 +27,9 @@ pub(crate) struct WorkerArgs {
     /// What the process calls itself in its rows
     #[arg(long)]
     name: String,
+    /// Of a hundred messages, how many fail at first
+    #[arg(long, default_value_t = 0)]
+    failures: u8,
 }
 
 pub(crate) async fn run(args: WorkerArgs, context: &Context) -> anyhow::Result<ExitCode> {
@@ -43,9 +46,9 @@ pub(crate) async fn run(args: WorkerArgs, context: &Context) -> anyhow::Result<E
     db.batch_execute("SET synchronous_commit = off").await?;
     let book = |table, group| Book::new(&tables, table, group, &args.name);
     tokio::try_join!(
-        consume(&stream, PLAIN, CONCURRENCY, db.clone(), book(HANDLED, PLAIN), &signals),
-        consume(&stream, ORDERED, 1, db.clone(), book(HANDLED, ORDERED), &signals),
-        transactional::consume(stream.clone(), book(BOOKED, TRANSACTIONAL), signals.clone()),
+        consume(&stream, PLAIN, &args, db.clone(), book(HANDLED, PLAIN), &signals),
+        consume(&stream, ORDERED, &args, db.clone(), book(HANDLED, ORDERED), &signals),
+        transactional::consume(&stream, book(BOOKED, TRANSACTIONAL), args.failures, &signals),
     )?;
     Ok(ExitCode::SUCCESS)
 }
@@ -54,18 +57,20 @@ pub(crate) async fn run(args: WorkerArgs, context: &Context) -> anyhow::Result<E
 async fn consume(
     stream: &Stream<i64>,
     group: &str,
-    concurrency: usize,
+    args: &WorkerArgs,
     db: Arc<tokio_postgres::Client>,
     book: Book,
     signals: &Signals,
 ) -> anyhow::Result<()> {
-    let handler = consumer(stream, group, concurrency, signals).run(move |message| {
+    let failures = args.failures;
+    let handler = consumer(stream, group, signals).run(move |message| {
         let (db, book) = (db.clone(), book.clone());
+        let fails = fails(&message, failures);
         let (id, payload) = (message.id, message.payload);
         async move {
-            book.write(&db, id, payload).await?;
+            book.write(&db, id, payload, fails).await?;
             pause().await;
-            Ok::<_, tokio_postgres::Error>(())
+            if fails { Err("on purpose".into()) } else { Ok::<_, BoxedError>(()) }
         }
     });
     handler.await?;
@@ -76,15 +81,24 @@ async fn consume(
 pub(crate) fn consumer(
     stream: &Stream<i64>,
     group: &str,
-    concurrency: usize,
     signals: &Signals,
 ) -> ConsumerBuilder<i64> {
     stream
         .group(group)
         .consumer()
-        .concurrency(concurrency)
+        .concurrency(CONCURRENCY)
         .stop_on(signals.stop.clone())
         .abort_on(signals.abort.clone())
+}
+
+/// What handlers fail with.
+pub(crate) type BoxedError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Whether this attempt is one of those that are to fail: the first of so many messages of a hundred.
+pub(crate) fn fails(message: &Delivery<i64>, failures: u8) -> bool {
+    // Not the same keys each time.
+    let draw = fastrand::Rng::with_seed(message.payload.unsigned_abs()).u8(..100);
+    message.attempt() == 1 && draw < failures
 }
 
 /// A moment after the row was written, so that many are hit between that and the end of their handler.

@@ -46,6 +46,7 @@ struct Start {
     url: String,
     schema: String,
     stream: String,
+    failures: u8,
     verbosity: u8,
 }
 
@@ -80,11 +81,13 @@ impl Workers {
         url: &str,
         stream: &str,
         count: usize,
+        failures: u8,
     ) -> anyhow::Result<Self> {
         let start = Start {
             url: url.to_owned(),
             schema: context.schema().to_owned(),
             stream: stream.to_owned(),
+            failures,
             verbosity: context.verbosity(),
         };
         let slots = (0..count).map(|place| start.slot(place, 0)).collect::<anyhow::Result<_>>()?;
@@ -197,6 +200,7 @@ impl Start {
         command
             .args(["bench", "chaos-worker", "--stream", &self.stream])
             .args(["--name", &format!("{place}.{incarnation}")])
+            .args(["--failures", &self.failures.to_string()])
             // Not as an argument: it may hold a password.
             .env("DATABASE_URL", &self.url)
             .env("SQLSTREAMS_SCHEMA", &self.schema)

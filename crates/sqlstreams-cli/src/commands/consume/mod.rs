@@ -229,7 +229,7 @@ fn tell(
     consumed: &Consumed,
     dead: i64,
 ) {
-    let Consumed { handled, failed, dead_at_once, expired, .. } = *consumed;
+    let Consumed { handled, failed, dead_at_once, expired, superseded, .. } = *consumed;
     let failed = failed + dead_at_once;
     let mut stderr = anstream::stderr().lock();
     // Whether anybody reads it is not our concern.
@@ -240,15 +240,17 @@ fn tell(
             "handled": handled,
             "failed_attempts": failed,
             "expired": expired,
+            "superseded": superseded,
             "dead": dead,
             "seconds": progress.seconds(),
         });
         writeln!(stderr, "{}", json!({ "summary": summary }))
     } else {
-        let expired = match expired {
-            0 => String::new(),
-            expired => format!(", {} expired", thousands(expired)),
-        };
+        let passed_over = [(expired, "expired"), (superseded, "superseded")].into_iter();
+        let passed_over: String = passed_over
+            .filter(|(messages, _)| *messages > 0)
+            .map(|(messages, why)| format!(", {} {why}", thousands(messages)))
+            .collect();
         let more = match (failed, dead.unsigned_abs()) {
             (0, 0) => String::new(),
             (failed, 0) => format!(", {}", counted(failed, "failed attempt")),
@@ -260,7 +262,7 @@ fn tell(
         };
         writeln!(
             stderr,
-            "group {:?}: {} handled{expired}{more}, in {:.1} s ({}/s)",
+            "group {:?}: {} handled{passed_over}{more}, in {:.1} s ({}/s)",
             args.group,
             thousands(handled),
             progress.seconds(),

@@ -1,5 +1,7 @@
 //! `sqlstreams delayed list`.
 
+use std::time::SystemTime;
+
 use clap::Args;
 use serde_json::{Value, json};
 use sqlstreams::{Delayed, PayloadType};
@@ -10,9 +12,10 @@ use crate::output::{
     print, print_json, print_table, printable, short_time, table, thousands, time,
 };
 use crate::payload;
+use crate::values;
 
 const AFTER_HELP: &str = "\
-The first due first. The ids are those by which `delayed cancel` takes messages back; in the stream
+The first due first; --after goes on after one, as a page that is full says. The ids are those by which `delayed cancel` takes messages back; in the stream
 they get others, when they are due.
 
 Examples:
@@ -27,19 +30,39 @@ pub(crate) struct ListArgs {
     /// How many at most
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..))]
     limit: u32,
+    /// Only those after this one: its time and its id, 2026-03-01T12:00:00Z/17
+    #[arg(long, value_name = "TIME/ID", value_parser = values::due)]
+    after: Option<(SystemTime, i64)>,
 }
+
+/// Messages read per call.
+const PAGE: u32 = 1_000;
 
 pub(crate) async fn run(args: ListArgs, context: &Context) -> anyhow::Result<()> {
     let stream = open_stream(&context.reader().await?, &args.stream).await?;
-    let delayed = stream.delayed(None, args.limit).await?;
+    let limit = args.limit as usize;
+    let (mut delayed, mut after) = (Vec::<Delayed<Vec<u8>>>::new(), args.after);
+    while delayed.len() < limit {
+        let rest = u32::try_from(limit - delayed.len()).unwrap_or(PAGE).min(PAGE);
+        let page = stream.delayed(after, rest).await?;
+        let full = page.len() == rest as usize;
+        delayed.extend(page);
+        after = delayed.last().map(|last| (last.deliver_at, last.id));
+        if !full {
+            break;
+        }
+    }
     let payload_type = stream.payload_type();
     if context.json() {
         let rows = delayed.iter().map(|message| to_json(message, payload_type));
         return print_json(&Value::from_iter(rows));
     }
-    if delayed.is_empty() {
-        return print("no delayed messages");
-    }
+    let Some(last) = delayed.last() else {
+        return print(match args.after {
+            None => "no delayed messages",
+            Some(_) => "no more delayed messages",
+        });
+    };
     let mut rows = table(&["#ID", "DUE", "SENT", "KEY", "PAYLOAD"]);
     for message in &delayed {
         rows.add_row([
@@ -53,7 +76,13 @@ pub(crate) async fn run(args: ListArgs, context: &Context) -> anyhow::Result<()>
     print_table(&rows)?;
     if delayed.len() == args.limit as usize {
         let all = stream.count_delayed().await?;
-        context.say(&format!("{} shown of {}", thousands(args.limit), thousands(all)));
+        context.say(&format!(
+            "{} shown of {}; for more: --after {}/{} or a higher --limit",
+            thousands(args.limit),
+            thousands(all),
+            time(last.deliver_at),
+            last.id
+        ));
     }
     Ok(())
 }

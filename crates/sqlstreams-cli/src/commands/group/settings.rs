@@ -19,6 +19,9 @@ everything else. Consumers that run take changes over with their next call.
 An ordered group handles the messages of one key one at a time, in their order, whatever fails or dies;
 other keys do not wait for that. The mode of a group that is being consumed can be changed while it is
 paused and nothing of it is in flight or waits for another attempt. Ordered groups take no limits.
+
+A group of a compacted stream may receive only the newest message of each key: what is superseded when it
+would be handed out or tried again is done.
 "
     };
 }
@@ -51,6 +54,9 @@ pub(super) struct Settings {
     /// How messages are handed out: parallel or ordered
     #[arg(long, value_name = "MODE", value_parser = values::mode)]
     mode: Option<Mode>,
+    /// Of each key only the newest message, in a compacted stream
+    #[arg(long, value_name = "true|false", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    newest_only: Option<bool>,
 }
 
 impl Settings {
@@ -64,6 +70,7 @@ impl Settings {
             max_in_flight,
             rate_limit,
             mode,
+            newest_only,
         } = self;
         lease.is_none()
             && max_attempts.is_none()
@@ -71,6 +78,7 @@ impl Settings {
             && backoff_factor.or(*rate_limit).is_none()
             && max_in_flight.is_none()
             && mode.is_none()
+            && newest_only.is_none()
     }
 
     /// Puts them on a group, whose policy is this one so far.
@@ -96,6 +104,9 @@ impl Settings {
         if let Some(mode) = self.mode {
             group = group.mode(mode);
         }
+        if let Some(newest_only) = self.newest_only {
+            group = group.newest_only(newest_only);
+        }
         group
     }
 }
@@ -103,8 +114,9 @@ impl Settings {
 /// Leases and retries in two lines; limits are told with where the group stands.
 pub(super) fn lines(group: &GroupStatus) -> String {
     let RetryPolicy { max_attempts, backoff_base, backoff_factor, backoff_cap, .. } = group.retry;
+    let newest = if group.newest_only { ", of each key the newest message only" } else { "" };
     format!(
-        "mode     {}\nlease    {:?}\nretries  {max_attempts} attempts, delays up to {backoff_base:?} × {backoff_factor}, at most {backoff_cap:?}",
+        "mode     {}{newest}\nlease    {:?}\nretries  {max_attempts} attempts, delays up to {backoff_base:?} × {backoff_factor}, at most {backoff_cap:?}",
         group.mode, group.lease
     )
 }

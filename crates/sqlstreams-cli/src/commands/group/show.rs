@@ -4,7 +4,7 @@ use clap::Args;
 
 use crate::commands::open_group;
 use crate::context::Context;
-use crate::output::{print, print_json, print_table};
+use crate::output::{print, print_json, print_table, thousands};
 
 const AFTER_HELP: &str = concat!(
     super::columns!(),
@@ -31,6 +31,13 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         false => {
             print_table(&super::to_table(std::slice::from_ref(&status)))?;
             print(format_args!("\n{}", super::settings::lines(&status)))?;
+            if status.expired + status.superseded > 0 {
+                print(format_args!(
+                    "passed   {} expired, {} superseded before another attempt",
+                    thousands(status.expired),
+                    thousands(status.superseded)
+                ))?;
+            }
             match group.bindings().await?.len() {
                 0 => Ok(()),
                 bindings => print(format_args!("bindings {bindings}, see `group bindings`")),

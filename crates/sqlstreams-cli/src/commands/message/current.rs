@@ -32,7 +32,18 @@ pub(crate) struct CurrentArgs {
 
 pub(crate) async fn run(args: CurrentArgs, context: &Context) -> anyhow::Result<()> {
     let stream = open_stream(&context.reader().await?, &args.stream).await?;
-    let messages = stream.current(args.after.as_deref(), args.limit).await?;
+    let limit = args.limit as usize;
+    let (mut messages, mut next) = (Vec::new(), args.after);
+    // A page may end before it is full.
+    loop {
+        let rest = u32::try_from(limit - messages.len()).unwrap_or(u32::MAX);
+        let page = stream.current(next.as_deref(), rest).await?;
+        messages.extend(page.messages);
+        next = page.next;
+        if next.is_none() || messages.len() == limit {
+            break;
+        }
+    }
     let payload_type = stream.payload_type();
     if context.json() {
         let rows = messages.iter().map(|message| super::to_json(message, payload_type));
@@ -51,7 +62,7 @@ pub(crate) async fn run(args: CurrentArgs, context: &Context) -> anyhow::Result<
         ]);
     }
     print_table(&rows)?;
-    if messages.len() == args.limit as usize {
+    if next.is_some() {
         context.say("there may be more: go on with --after and the last key, or raise --limit");
     }
     Ok(())

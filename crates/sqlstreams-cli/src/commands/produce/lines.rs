@@ -30,6 +30,7 @@ pub(super) struct Input {
 /// From which fields of its JSON a message's keys are taken.
 pub(super) struct Fields {
     pub(super) key: Option<String>,
+    pub(super) routing_key: Option<String>,
     pub(super) idempotency_key: Option<String>,
 }
 
@@ -40,6 +41,7 @@ pub(super) struct Line {
     pub(super) number: u64,
     pub(super) payload: Vec<u8>,
     pub(super) key: Option<String>,
+    pub(super) routing_key: Option<String>,
     pub(super) idempotency_key: Option<String>,
     /// Why it cannot be sent, when that is known already.
     pub(super) invalid: Option<String>,
@@ -108,7 +110,14 @@ fn read_all<R: Read>(
 
 fn line(number: u64, payload: Vec<u8>, length: u64, input: &Input) -> Line {
     let too_long = length > MAX_PAYLOAD_BYTES as u64 + 1 || payload.len() > MAX_PAYLOAD_BYTES;
-    let mut line = Line { number, payload, key: None, idempotency_key: None, invalid: None };
+    let mut line = Line {
+        number,
+        payload,
+        key: None,
+        routing_key: None,
+        idempotency_key: None,
+        invalid: None,
+    };
     if too_long {
         line.invalid = Some(format!(
             "a payload of {} bytes is above the limit of {MAX_PAYLOAD_BYTES} bytes (64 MiB)",
@@ -116,8 +125,13 @@ fn line(number: u64, payload: Vec<u8>, length: u64, input: &Input) -> Line {
         ));
         return line;
     }
-    let Fields { key, idempotency_key } = &input.fields;
-    for (field, value) in [(key, &mut line.key), (idempotency_key, &mut line.idempotency_key)] {
+    let Fields { key, routing_key, idempotency_key } = &input.fields;
+    let fields = [
+        (key, &mut line.key),
+        (routing_key, &mut line.routing_key),
+        (idempotency_key, &mut line.idempotency_key),
+    ];
+    for (field, value) in fields {
         match field.as_ref().map(|field| key::find(&line.payload, field)).transpose() {
             Ok(found) => *value = found,
             Err(reason) => line.invalid = Some(reason),

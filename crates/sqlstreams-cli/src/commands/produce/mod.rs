@@ -31,7 +31,7 @@ passed over for json and jsonb. Messages get their ids in the order of the lines
 Lines are sent in batches, each in one transaction: a batch is stored as a whole or not at all.
 A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
   - Without --skip-invalid, a line that the stream cannot store (malformed JSON, NUL in text, above
-    64 MiB, no key where --key-field wants one) is an error that names it: its batch is refused,
+    64 MiB, no key where a --…-key-field wants one) is an error that names it: its batch is refused,
     earlier batches stay, later lines are not sent.
   - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
 With --idempotency-key-field a line whose key was sent before, within the stream's window (see
@@ -47,6 +47,7 @@ Examples:
   sqlstreams produce orders orders.ndjson
   jq -c '.[]' orders.json | sqlstreams produce orders --key-field customer
   sqlstreams produce orders orders.ndjson --idempotency-key-field order_id
+  echo '{\"event\": \"orders.eu.paid\"}' | sqlstreams produce orders --routing-key-field event
   echo '{\"remind\": 42}' | sqlstreams produce reminders --delay 1h
   tail -F app.log | sqlstreams produce logs --create --payload-type text
   sqlstreams produce orders dump.ndjson --skip-invalid 2> bad-lines.txt";
@@ -65,6 +66,9 @@ pub(crate) struct ProduceArgs {
     /// Take each message's key from this field of its JSON object: a string or a number
     #[arg(long, value_name = "FIELD")]
     key_field: Option<String>,
+    /// Take each message's routing key from this field: `orders.eu.created`. See `group bindings`
+    #[arg(long, value_name = "FIELD")]
+    routing_key_field: Option<String>,
     /// Take each message's idempotency key from this field: the stream stores each key once
     #[arg(long, value_name = "FIELD")]
     idempotency_key_field: Option<String>,
@@ -102,7 +106,11 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
     let input = Input {
         file,
         batch: args.batch,
-        fields: Fields { key: args.key_field, idempotency_key: args.idempotency_key_field },
+        fields: Fields {
+            key: args.key_field,
+            routing_key: args.routing_key_field,
+            idempotency_key: args.idempotency_key_field,
+        },
         skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
     };
     // Not between lines that are being typed.

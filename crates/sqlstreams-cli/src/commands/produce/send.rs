@@ -262,6 +262,9 @@ impl Options {
         if let Some(key) = &line.key {
             message = message.key(key);
         }
+        if let Some(key) = &line.routing_key {
+            message = message.routing_key(key);
+        }
         if let Some(key) = &line.idempotency_key {
             message = message.idempotency_key(key);
         }

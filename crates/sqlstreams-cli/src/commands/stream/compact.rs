@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use clap::Args;
 use serde_json::json;
+use sqlstreams::Left;
 
 use crate::commands::open_stream;
 use crate::context::Context;
@@ -14,6 +15,10 @@ const AFTER_HELP: &str = "\
 Of each key the newest message stays. Older ones are removed once every group has resolved them; what
 is in a group's exception queue stays, dead letters too. It may run at any time, together with
 producers, consumers and itself, and may be stopped and begun again.
+
+Then the disk space of each partition of the log of which at least half is gone is given back, by
+VACUUM (FULL): whoever reads that partition waits meanwhile, a moment per 100 MB; producers do not. A partition
+that somebody uses is left for the next time. Only the owner of the tables may do that part.
 
 Examples:
   sqlstreams stream compact prices
@@ -36,12 +41,25 @@ pub(crate) struct CompactArgs {
 pub(crate) async fn run(args: CompactArgs, context: &Context) -> anyhow::Result<()> {
     let stream = open_stream(&context.writer().await?, &args.name).await?;
     let done = stream.compact(args.min_age, args.tombstone_age).await?;
+    let reclaimed = if done.busy { Vec::new() } else { stream.reclaim().await? };
     if context.json() {
+        let partitions: Vec<_> = reclaimed
+            .iter()
+            .map(|done| {
+                json!({
+                    "partition": done.partition,
+                    "bytes_before": done.bytes_before,
+                    "bytes_after": done.bytes_after,
+                    "left": done.left.map(left),
+                })
+            })
+            .collect();
         return print_json(&json!({
             "looked_at": done.looked_at,
             "removed": done.removed,
             "floor": done.floor,
             "busy": done.busy,
+            "reclaimed": partitions,
         }));
     }
     print(format_args!(
@@ -51,8 +69,33 @@ pub(crate) async fn run(args: CompactArgs, context: &Context) -> anyhow::Result<
         thousands(done.floor),
         stream.name()
     ))?;
+    for done in &reclaimed {
+        match done.left {
+            None => print(format_args!(
+                "{} took {} bytes, and takes {} now",
+                done.partition,
+                thousands(done.bytes_before),
+                thousands(done.bytes_after)
+            ))?,
+            Some(why) => context.say(&format!(
+                "{} takes {} bytes, of which half are free, but {}",
+                done.partition,
+                thousands(done.bytes_before),
+                left(why)
+            )),
+        }
+    }
     if done.busy {
         context.say("somebody else compacts the stream, so this run ended early");
     }
     Ok(())
+}
+
+/// Why the space of a partition was not given back.
+fn left(why: Left) -> &'static str {
+    match why {
+        Left::Busy => "it is in use",
+        Left::NotPermitted => "only its owner may give the space back",
+        _ => "it was left",
+    }
 }

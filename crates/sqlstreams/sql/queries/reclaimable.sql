@@ -1,0 +1,1 @@
+SELECT partition, bytes, permitted FROM {schema}.reclaimable($1)
