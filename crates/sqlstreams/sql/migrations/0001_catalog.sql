@@ -42,6 +42,8 @@ CREATE TABLE consumer_group (
     transactional   boolean NOT NULL DEFAULT false,
     -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
     mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
+    -- what its lanes go by: another server may hash differently, see functions/lanes_mode.sql
+    lane_probe      bigint NOT NULL DEFAULT hashtextextended('sqlstreams', 0),
     -- it has bindings, or had some: see binding_set
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),

@@ -21,7 +21,10 @@ async fn send(stream: &Stream<u64>, keys: impl IntoIterator<Item = &String>) {
     let keys: Vec<&String> = keys.into_iter().collect();
     let producer = stream.producer();
     for chunk in keys.chunks(5_000) {
-        producer.send_all(chunk.iter().map(|key| Outgoing::new(&0).key((*key).clone()))).await.unwrap();
+        producer
+            .send_all(chunk.iter().map(|key| Outgoing::new(&0).key((*key).clone())))
+            .await
+            .unwrap();
     }
 }
 
@@ -202,7 +205,8 @@ async fn an_ordered_group_with_sparse_bindings_claims_many_ids_at_once() {
     let numbers: Vec<u64> = (0..100_000).collect();
     for chunk in numbers.chunks(5_000) {
         let routing = |n: &u64| if n.is_multiple_of(10_000) { "few" } else { "many" };
-        let all = chunk.iter().map(|n| Outgoing::new(n).key(format!("k{n}")).routing_key(routing(n)));
+        let all =
+            chunk.iter().map(|n| Outgoing::new(n).key(format!("k{n}")).routing_key(routing(n)));
         stream.producer().send_all(all).await.unwrap();
     }
     let consumer = stream.group("g").ordered().bind("few").consumer().until_caught_up();

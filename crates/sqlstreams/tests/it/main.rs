@@ -39,6 +39,8 @@ mod late_commits;
 mod leases;
 mod names;
 mod ordered;
+mod ordered_flow;
+mod ordered_races;
 mod owners;
 mod places;
 mod plain;

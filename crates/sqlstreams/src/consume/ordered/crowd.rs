@@ -128,7 +128,8 @@ mod tests {
     fn crowded_lanes_leave_half_of_the_room_to_the_others() {
         for hot in 1..LANES {
             let names: Vec<String> = (0..hot).map(|n| n.to_string()).collect();
-            let keys: Vec<_> = names.iter().enumerate().map(|(n, k)| (k.as_str(), n, 1_000)).collect();
+            let keys: Vec<_> =
+                names.iter().enumerate().map(|(n, k)| (k.as_str(), n, 1_000)).collect();
             let Crowded { lanes, excess } = crowd(&keys).crowded(1_600);
             assert_eq!(lanes.count_ones() as usize, hot);
             assert!(hot * 999 - excess <= 800, "{hot}: {excess}");
