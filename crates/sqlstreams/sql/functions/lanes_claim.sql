@@ -95,8 +95,8 @@ BEGIN
 END $$;
 
 -- Exceptions of these lanes that are due, at most about p_limit: each key's head, and the deferred ones that follow it if it has not
--- failed before and p_alone does not say otherwise: one that fails again would only take them back. With p_suspect it may be one suspect
--- alone. Returns how many it put into flight under p_token, and their lanes.
+-- failed before and p_alone does not say otherwise: one that fails again would only take them back. Later ones may be in flight, if it
+-- was redriven meanwhile: they stay where they are. With p_suspect it may be one suspect alone. Returns how many it put into flight under p_token, and their lanes.
 CREATE OR REPLACE FUNCTION take_lane_exceptions(p_stream bigint, g consumer_group, p_lanes bigint, p_limit bigint, p_alone boolean, p_suspect boolean, p_token uuid, p_now timestamptz,
     OUT taken bigint, OUT lanes bigint)
 LANGUAGE plpgsql VOLATILE AS $$
@@ -137,7 +137,7 @@ BEGIN
          followers AS MATERIALIZED (
              SELECT f.message_id, f.key, f.losses, f.place FROM head
              CROSS JOIN LATERAL (SELECT message_id, key, losses, row_number() OVER (ORDER BY message_id) AS place FROM (
-                                     SELECT message_id, key, losses FROM %1$I WHERE group_id = $1 AND key = head.key AND lane >= 0 AND state <> ''dead'' AND message_id > head.message_id
+                                     SELECT message_id, key, losses FROM %1$I WHERE group_id = $1 AND key = head.key AND lane >= 0 AND state <> ''dead'' AND state = ''deferred'' AND message_id > head.message_id
                                      ORDER BY message_id LIMIT $5) AS x) AS f
              WHERE NOT head.failed AND NOT $6),
          alone AS (SELECT key, min(place) AS place FROM followers WHERE losses > 0 GROUP BY key),
@@ -253,6 +253,9 @@ BEGIN
     g := require_group(p_stream, p_group);
     PERFORM require_mode(g, 'ordered');
     c := before;
+    IF g.lane_probe <> lane_probe() THEN
+        c := realign(p_stream, g, c);
+    END IF;
     lease_duration := g.lease_duration;
     paused := g.paused;
     waiting := false;
@@ -261,6 +264,9 @@ BEGIN
     seqs := held_lanes(p_stream, p_group, c, p_holder, p_tokens);
     lost := seqs IS NULL;
     IF lost THEN
+        IF c IS DISTINCT FROM before THEN
+            PERFORM save_cursor(p_stream, p_group, c);
+        END IF;
         RETURN NEXT;
         RETURN;
     END IF;

@@ -21,6 +21,9 @@ BEGIN
     IF g.mode = p_mode THEN
         RETURN;
     END IF;
+    IF g.mode = 'ordered' AND g.lane_probe <> lane_probe() THEN
+        c := realign(p_stream, g, c);
+    END IF;
     EXECUTE format('SELECT (SELECT count(*) FROM %I WHERE group_id = $1 AND seq >= $2)
                          + (SELECT count(*) FROM %I WHERE group_id = $1 AND state <> ''dead'')', 'consumer_lease_' || p_stream, exceptions)
         INTO open USING p_group, c.first_open;
@@ -43,9 +46,51 @@ BEGIN
         c.waiters := NULL;
         EXECUTE format('UPDATE %I SET lane = NULL WHERE group_id = $1', exceptions) USING p_group;
     END IF;
-    UPDATE consumer_group SET mode = p_mode WHERE id = p_group;
+    UPDATE consumer_group SET mode = p_mode, lane_probe = lane_probe() WHERE id = p_group;
     PERFORM save_cursor(p_stream, p_group, c);
     INSERT INTO audit (action, stream_name, group_name, detail)
         SELECT 'set_mode', s.name, g.name, jsonb_build_object('mode', p_mode) FROM stream AS s WHERE s.id = p_stream;
     PERFORM ring(ARRAY[p_stream]);
+END $$;
+
+-- What the lanes of keys go by: it is not promised that every server hashes alike.
+CREATE OR REPLACE FUNCTION lane_probe() RETURNS bigint
+LANGUAGE sql IMMUTABLE AS $$ SELECT hashtextextended('sqlstreams', 0) $$;
+
+-- Where keys are in other lanes than they were, as after a restore elsewhere: nobody holds anything any more, and what lies between the
+-- lane that was read least and the one that was read most waits to be read again, whoever has handled it, but for what has rows.
+-- Messages are repeated by this, in order; none is lost. The caller has the cursor's lock.
+CREATE OR REPLACE FUNCTION realign(p_stream bigint, g consumer_group, INOUT c group_cursor)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    exceptions text := 'exception_queue_' || p_stream;
+    leases     text := 'consumer_lease_' || p_stream;
+    highest    bigint := (SELECT max(position) FROM unnest(c.cohorts));
+    lowest     bigint;
+    rows       int8multirange;
+    first      bigint;
+    waiting    text[];
+BEGIN
+    EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 RETURNING pending) SELECT min(lower(pending)) - 1 FROM gone', leases)
+        INTO lowest USING g.id, c.first_open;
+    lowest := least(lowest, (SELECT min(position) FROM unnest(c.cohorts)));
+    EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id), state = CASE WHEN state <> ''inflight'' THEN state WHEN key IS NULL THEN ''ready'' ELSE ''deferred'' END,
+                           lease_id = NULL, lease_expires_at = NULL, owner = NULL WHERE group_id = $1', exceptions)
+        USING g.id;
+    EXECUTE format('SELECT array_agg(DISTINCT key) FROM %I WHERE group_id = $1 AND state = ''deferred''', exceptions) INTO waiting USING g.id;
+    PERFORM promote(p_stream, g.id, waiting);
+    -- In pieces: rows make holes.
+    FOR first IN SELECT generate_series(lowest + 1, highest, 10000) LOOP
+        EXECUTE format('SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM %I WHERE group_id = $1 AND message_id >= $2 AND message_id < $2 + 10000', exceptions)
+            INTO rows USING g.id, first;
+        EXECUTE format('INSERT INTO %I (group_id, seq, token, lanes, pending, expires_at) VALUES ($1, $2, gen_random_uuid(), -1, $3, ''-infinity'')', leases)
+            USING g.id, c.next_seq, int8multirange(int8range(first, least(first + 9999, highest), '[]')) - rows;
+        c.next_seq := c.next_seq + 1;
+    END LOOP;
+    c.cohorts := ARRAY[(-1, highest)::lane_cohort];
+    c.waiters := NULL;
+    c.claimed := highest;
+    UPDATE consumer_group SET lane_probe = lane_probe() WHERE id = g.id;
+    INSERT INTO audit (action, stream_name, group_name, detail)
+        SELECT 'realign', s.name, g.name, jsonb_build_object('after', lowest, 'up_to', highest) FROM stream AS s WHERE s.id = p_stream;
 END $$;

@@ -1,4 +1,5 @@
--- What the holder of lanes tells: see lanes.sql for the rules.
+-- What the holder of lanes tells: see lanes.sql for the rules. Leases are looked up by = ANY, not by the join alone: the
+-- planner would take a small table for a reason to walk the whole group, dead rows and all.
 
 -- Where p_holder's leases lie that these tokens prove; NULL unless all of them are its own still. If one is not, nothing is: whoever
 -- goes on with some of its leases after others were taken over would step back behind what those have settled.
@@ -122,7 +123,7 @@ DECLARE
     highest bigint := (SELECT max(i) FROM unnest(p_ids) AS i);
 BEGIN
     PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
-    FOR l IN EXECUTE format('SELECT l.seq, l.token, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+    FOR l IN EXECUTE format('SELECT l.seq, l.token, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
         USING g.id, p_seqs, p_tokens
     LOOP
         CONTINUE WHEN l.token <> ALL (p_failed_tokens);
@@ -142,7 +143,7 @@ BEGIN
     IF stopped IS NULL THEN
         RETURN;
     END IF;
-    FOR l IN EXECUTE format('SELECT l.seq, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token WHERE NOT isempty(l.pending) ORDER BY l.seq', 'consumer_lease_' || p_stream)
+    FOR l IN EXECUTE format('SELECT l.seq, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token WHERE NOT isempty(l.pending) ORDER BY l.seq', 'consumer_lease_' || p_stream)
         USING g.id, p_seqs, p_tokens
     LOOP
         EXECUTE format(
@@ -185,14 +186,14 @@ DECLARE
     l record;
 BEGIN
     IF g.transactional THEN
-        FOR l IN EXECUTE format('SELECT l.pending * u.done AS done, l.lanes FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+        FOR l IN EXECUTE format('SELECT l.pending * u.done AS done, l.lanes FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
             USING g.id, p_seqs, p_tokens, p_done
         LOOP
             PERFORM take_done_of_lanes(p_stream, g.id, l.done, l.lanes);
         END LOOP;
     END IF;
     EXECUTE format('UPDATE %I AS l SET pending = l.pending - u.done FROM unnest($2, $3, $4) AS u(seq, token, done)
-                    WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND l.pending && u.done', 'consumer_lease_' || p_stream)
+                    WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND l.pending && u.done', 'consumer_lease_' || p_stream)
         USING g.id, p_seqs, p_tokens, p_done;
 END $$;
 
@@ -203,10 +204,10 @@ LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
         'DELETE FROM %1$I AS l USING unnest($2, $3, $4) AS u(seq, token, finished)
-         WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending) AND u.finished
+         WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending) AND u.finished
            AND NOT EXISTS (SELECT FROM %2$I AS e WHERE e.group_id = $1 AND e.lease_id = u.token AND e.lane >= 0)', 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
         USING g.id, p_seqs, p_tokens, p_finished;
-    EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
+    EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
         USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner;
 END $$;
 
@@ -220,7 +221,7 @@ BEGIN
                       coalesce((SELECT bit_or(1::bigint << lane_of(m.key, m.id)) FROM unnest(x.pending) AS r
                                 JOIN %2$I AS m ON m.id >= lower(r) AND m.id < upper(r) WHERE (x.lanes >> lane_of(m.key, m.id)) & 1 = 1), 0)
                     | coalesce((SELECT bit_or(1::bigint << e.lane) FROM %3$I AS e WHERE e.group_id = $1 AND e.lease_id = x.token AND e.lane >= 0), 0) AS lanes
-               FROM unnest($2, $3) AS u(seq, token) JOIN %1$I AS x ON x.group_id = $1 AND x.seq = u.seq AND x.token = u.token
+               FROM unnest($2, $3) AS u(seq, token) JOIN %1$I AS x ON x.group_id = $1 AND x.seq = ANY ($2) AND x.seq = u.seq AND x.token = u.token
                WHERE id_count(x.pending) <= 64) AS needed
          WHERE l.group_id = $1 AND l.seq = needed.seq AND l.lanes <> needed.lanes AND needed.lanes <> 0',
         'consumer_lease_' || p_stream, 'message_log_' || p_stream, 'exception_queue_' || p_stream)

@@ -44,6 +44,8 @@ CREATE TABLE consumer_group (
     mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
     -- of each key only the newest message, of a compacted stream: see functions/binding_set.sql
     newest_only     boolean NOT NULL DEFAULT false,
+    -- what its lanes go by: another server may hash differently, see functions/lanes_mode.sql
+    lane_probe      bigint NOT NULL DEFAULT hashtextextended('sqlstreams', 0),
     -- not every message is for it, or was: it has bindings, or gets only what is newest
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),

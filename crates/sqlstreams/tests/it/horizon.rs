@@ -243,3 +243,47 @@ async fn looks_at_a_gap_read_no_more_than_before() {
     let rotated = count(&plain.db, "SELECT max(generation) FROM sqlstreams.stream_fence").await;
     assert!(rotated > 2, "rotated only {rotated} times");
 }
+
+/// A holder of lanes that has one lease for very long, and others all the time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_of_lanes_that_lives_long_is_not_left_behind() {
+    let url = database().await;
+    let plain = installed(&url).await;
+    plain.db.batch_execute("SELECT sqlstreams.set_mode(1, 1, 'ordered')").await.unwrap();
+    plain.produce(4 * calls()).await;
+    let (holder, old) = (uuid::Uuid::new_v4(), uuid::Uuid::new_v4());
+    let call = |tokens: &str, done: &str, finished: &str, limit: u32, token: &str| {
+        format!(
+            "advance_lanes(1, 1, '{holder}', NULL, {tokens}, {done}, {finished}, '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', {limit}, false, {token})"
+        )
+    };
+    let first = call("'{}'", "'{}'", "'{}'", 1, &format!("'{old}'"));
+    plain.db.batch_execute(&format!("SELECT sqlstreams.{first}")).await.unwrap();
+    let _holder = pinned(&url, &plain.db).await;
+    let one = format!("'{{{old}}}'");
+    let step = format!(
+        "t := gen_random_uuid(); PERFORM sqlstreams.{}; COMMIT; PERFORM sqlstreams.{};",
+        call(&one, "'{\"{}\"}'", "'{f}'", 1, "t"),
+        call(&format!("ARRAY['{old}'::uuid, t]"), "'{\"{}\", \"{(,)}\"}'", "'{f,t}'", 0, "t"),
+    );
+    let measured =
+        ["poll(1, 1)".to_owned(), call(&one, "'{\"{}\"}'", "'{f}'", 0, "gen_random_uuid()")];
+    // Over the time in which it is left behind and moved up.
+    let cycle = async || {
+        let mut sums = [0; 2];
+        for _ in 0..10 {
+            repeat(&plain.db, 103, &step).await;
+            for (call, sum) in measured.iter().zip(&mut sums) {
+                *sum += buffers_once(&plain.db, call).await;
+            }
+        }
+        sums.map(|sum| sum as f64 / 10.0)
+    };
+    let before = cycle().await;
+    repeat(&plain.db, calls(), &step).await;
+    let after = cycle().await;
+    assert_flat("poll", before[0], after[0]);
+    assert_flat("advance_lanes", before[1], after[1]);
+    let open = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
+    assert_eq!(count(&plain.db, open).await, 1);
+}

@@ -40,6 +40,8 @@ mod leases;
 mod names;
 mod newest;
 mod ordered;
+mod ordered_flow;
+mod ordered_races;
 mod owners;
 mod places;
 mod plain;

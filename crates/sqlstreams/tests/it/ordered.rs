@@ -316,7 +316,7 @@ async fn messages_without_a_key_wait_for_nobody() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_mode_changes_only_while_nothing_is_handed_out_and_running_consumers_follow() {
-    let (client, db) = client().await;
+    let (client, _) = client().await;
     let stream = keyed(&client, "s", 1_000, 7).await;
     let group = stream.group("g").create().await.unwrap();
     let (stop, hold) = (CancellationToken::new(), Arc::new(tokio::sync::Semaphore::new(0)));
@@ -343,9 +343,6 @@ async fn the_mode_changes_only_while_nothing_is_handed_out_and_running_consumers
     }
     stop.cancel();
     assert_eq!(consuming.await.unwrap().unwrap().handled, 4_000);
-    let limits = "SELECT sqlstreams.alter_group(1, 1, p_max_in_flight => 5)";
-    let refused = db.batch_execute(limits).await.unwrap_err();
-    assert_eq!(refused.code().unwrap().code(), "SQ004");
 }
 
 /// Lanes that are behind when a group becomes parallel are read all the same.

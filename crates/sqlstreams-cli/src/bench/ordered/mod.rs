@@ -1,6 +1,7 @@
 //! `sqlstreams bench ordered`.
 
 mod measure;
+mod others;
 
 use std::process::ExitCode;
 
@@ -9,6 +10,7 @@ use serde::Serialize;
 use sqlstreams::{Mode, Outgoing};
 
 use self::measure::Drained;
+use self::others::{Beside, Times};
 use super::measured;
 use super::place::Place;
 use super::server::Server;
@@ -25,14 +27,16 @@ const PAYLOAD: usize = 1_000;
 const AFTER_HELP: &str = "\
 What it costs that messages of one key are handled one at a time and in order: how fast an ordered
 group goes through a stream, beside a parallel group on the same messages, in turns, in the same
-run. The handlers do nothing but look at the order. Without a database it starts a private
+run. The handlers do nothing but look at the order. Then it measures how long messages of many keys
+take to their handlers: by themselves, beside one key of which 100,000 messages wait whose handler
+takes 10 ms, and beside one whose first message always fails. Without a database it starts a private
 PostgreSQL. The exit code is 1 if a message came out of order, and 0 else, whether the target holds
 or not: ask for .target_met.
 
 Examples:
   sqlstreams bench ordered
   sqlstreams bench ordered --consumers 4 --keys 100
-  sqlstreams bench ordered --json | jq .ratio";
+  sqlstreams bench ordered --json | jq '.ratio, .others_beside_a_backlog_ms'";
 
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
@@ -71,6 +75,9 @@ struct Facts {
     target_met: bool,
     /// Messages of the ordered group that were handled after a later one of their key.
     out_of_order: u64,
+    others_ms: Times,
+    others_beside_a_backlog_ms: Times,
+    others_beside_a_failing_key_ms: Times,
 }
 
 pub(crate) async fn run(args: OrderedArgs, context: &Context) -> anyhow::Result<ExitCode> {
@@ -112,6 +119,10 @@ async fn measure(
             }
         }
     }
+    let times = async |beside| {
+        context.say("measuring how long messages of other keys take");
+        others::times(context, place, beside).await
+    };
     let ratio = ordered / parallel.max(f64::MIN_POSITIVE);
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
@@ -125,6 +136,9 @@ async fn measure(
         target: TARGET,
         target_met: ratio >= TARGET,
         out_of_order,
+        others_ms: times(Beside::Nothing).await?,
+        others_beside_a_backlog_ms: times(Beside::Backlog).await?,
+        others_beside_a_failing_key_ms: times(Beside::Failing).await?,
     })
 }
 
@@ -144,5 +158,14 @@ fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!("{:<12} {:>9}", "out of order", thousands(facts.out_of_order)))?;
     let Facts { ratio, target, .. } = facts;
     let holds = if facts.target_met { "holds" } else { "does not hold" };
-    print(format_args!("{:<12} {ratio:>9.2}, and the target of {target} {holds}", "ratio"))
+    print(format_args!("{:<12} {ratio:>9.2}, and the target of {target} {holds}\n", "ratio"))?;
+    print(format_args!("{:<26} {:>9} {:>9} {:>9}", "other keys", "p50 ms", "p95 ms", "waiting"))?;
+    for (what, Times { p50, p95, waiting }) in [
+        ("by themselves", facts.others_ms),
+        ("beside a backlog", facts.others_beside_a_backlog_ms),
+        ("beside a key that fails", facts.others_beside_a_failing_key_ms),
+    ] {
+        print(format_args!("{what:<26} {p50:>9.1} {p95:>9.1} {waiting:>9}"))?;
+    }
+    Ok(())
 }
