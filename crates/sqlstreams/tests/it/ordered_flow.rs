@@ -38,12 +38,12 @@ async fn max_in_flight_is_kept_in_an_ordered_group() {
     let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     let latest: Arc<Mutex<HashMap<String, i64>>> = Arc::default();
     let stop = CancellationToken::new();
-    let start = async || {
+    let start = async |consumers: &mut Vec<_>| {
         let client = Client::connect(&url).await.unwrap();
         let stream = client.stream::<u64>("s").open().await.unwrap();
         let (now, most, latest) = (now.clone(), most.clone(), latest.clone());
         let consumer = stream.group("g").consumer().concurrency(4).stop_on(stop.clone());
-        tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+        consumers.push(tokio::spawn(consumer.run(move |message: Delivery<u64>| {
             let (now, most, latest) = (now.clone(), most.clone(), latest.clone());
             async move {
                 struct Running(Arc<AtomicUsize>);
@@ -67,11 +67,11 @@ async fn max_in_flight_is_kept_in_an_ordered_group() {
                 *before = message.id;
                 Ok(())
             }
-        }))
+        })));
     };
     let mut consumers = Vec::new();
     for _ in 0..3 {
-        consumers.push(start().await);
+        start(&mut consumers).await;
     }
     let seen = Arc::new(AtomicUsize::new(0));
     let (auditing, audited) = (connect(&url).await, seen.clone());
@@ -86,7 +86,7 @@ async fn max_in_flight_is_kept_in_an_ordered_group() {
     };
     until("some are handled", Duration::from_secs(60), async || resolved(200).await).await;
     consumers.swap_remove(0).abort();
-    consumers.push(start().await);
+    start(&mut consumers).await;
     until("all are handled", Duration::from_secs(120), async || resolved(MESSAGES).await).await;
     auditor.abort();
     stop.cancel();
