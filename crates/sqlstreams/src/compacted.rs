@@ -46,7 +46,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
     /// ```
     ///
     /// Takes a few look-ups per key; versions that are not compacted yet cost nothing. Keys that were removed, and whose tombstones are
-    /// not compacted yet, cost as much as others: after 10,000 of them a page ends, full or not, even empty. A page is one snapshot,
+    /// not compacted yet, cost as much as others: after 1,000 of them a page ends, full or not, even empty. A page is one snapshot,
     /// the next page another.
     ///
     /// # Errors

@@ -125,3 +125,22 @@ pub use produce::{
 pub use reclaim::{Left, Reclaimed};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;
+
+/// The pages' examples, compiled with the tests.
+#[cfg(doctest)]
+mod pages {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/ordering.md")]
+    struct Ordering;
+    #[doc = include_str!("../../../docs/routing.md")]
+    struct Routing;
+    #[doc = include_str!("../../../docs/delayed.md")]
+    struct Delayed;
+    #[doc = include_str!("../../../docs/expiry.md")]
+    struct Expiry;
+    #[doc = include_str!("../../../docs/idempotency.md")]
+    struct Idempotency;
+    #[doc = include_str!("../../../docs/compaction.md")]
+    struct Compaction;
+}

@@ -9,6 +9,7 @@ mod consume;
 mod databases;
 mod dead;
 mod demo;
+mod docs;
 mod exec;
 mod help;
 mod kept;

@@ -26,7 +26,7 @@ BEGIN
             WHERE m.payload IS NOT NULL AND (m.expires_at IS NULL OR m.expires_at > clock_timestamp());
         END $$
         $text$), current_schema(), 'latest_message_' || p_stream, 'message_log_' || p_stream, s.payload_type);
-    -- From key to key, whatever the number of versions that each has. After 10,000 keys that have no value it ends with a row that has nothing but the key
+    -- From key to key, whatever the number of versions that each has. After 1,000 keys that have no value it ends with a row that has nothing but the key
     -- that it has come to, from which to go on.
     EXECUTE format(dollar_quoted($text$
         CREATE OR REPLACE FUNCTION %2$I(p_after text, p_limit bigint)
@@ -53,7 +53,7 @@ BEGIN
                 END LOOP;
                 IF found = before THEN
                     passed := passed + 1;
-                    IF passed = 10000 THEN
+                    IF passed = 1000 THEN
                         SELECT NULL, next, NULL, NULL, NULL, NULL, NULL INTO id, key, routing_key, headers, produced_at, expires_at, payload;
                         RETURN NEXT;
                         RETURN;

@@ -64,14 +64,14 @@ async fn a_page_ends_early_among_keys_that_were_removed() {
     let stream = client.stream::<Option<u64>>("s").compacted(true).create().await.unwrap();
     db.batch_execute(
         "INSERT INTO sqlstreams.message_log_1 (key, payload)
-         SELECT lpad(n::text, 5, '0'), CASE WHEN n IN (1, 15000) THEN '1'::json END FROM generate_series(1, 20002) AS n",
+         SELECT lpad(n::text, 5, '0'), CASE WHEN n IN (1, 1500) THEN '1'::json END FROM generate_series(1, 2002) AS n",
     )
     .await
     .unwrap();
     let page = stream.current(None, 10).await.unwrap();
-    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("10001")));
+    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("01001")));
     let page = stream.current(page.next.as_deref(), 10).await.unwrap();
-    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("20002")));
+    assert_eq!((page.messages.len(), page.next.as_deref()), (1, Some("02002")));
     let page = stream.current(page.next.as_deref(), 10).await.unwrap();
     assert_eq!((page.messages.len(), page.next.as_deref()), (0, None));
 }

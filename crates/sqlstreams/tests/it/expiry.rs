@@ -226,13 +226,13 @@ async fn a_lease_that_is_taken_over_too_late_holds_nothing() {
     let (client, db) = client().await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let group = stream.group("g").lease(Duration::from_millis(500)).create().await.unwrap();
-    let messages = [(0, Duration::from_millis(300)), (1, HOUR)];
+    let messages = [(0, Duration::from_millis(2_000)), (1, HOUR)];
     let batch = messages.iter().map(|(n, time)| Outgoing::new(n).expires_in(*time));
     stream.producer().send_all(batch).await.unwrap();
     // Somebody claims them and dies.
     let claimed = "SELECT count(*) FROM sqlstreams.claim(1, 1, 10, NULL::json)";
     assert_eq!(count(&db, claimed).await, 2);
-    tokio::time::sleep(Duration::from_millis(400)).await;
+    tokio::time::sleep(Duration::from_millis(2_100)).await;
     let mut consumer = Running::start(&group);
     consumer.handles(1, Duration::from_secs(20)).await;
     let consumed = consumer.stop().await;

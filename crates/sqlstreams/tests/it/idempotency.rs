@@ -125,6 +125,18 @@ async fn tb_167_in_the_callers_transaction_the_key_goes_with_it() {
     assert_eq!((sent.duplicate, told(&again)), (None, (sent.id, SAME)));
     tx.rollback().await.unwrap();
     assert_eq!(stored(&db).await, 0);
+    // In plain SQL, as psql sends it.
+    own.batch_execute(
+        "BEGIN; INSERT INTO sqlstreams.message_log_1 (payload) VALUES ('1'); SELECT sqlstreams.produce('s', '1');
+         SELECT sqlstreams.produce('s', '1', p_idempotency_key => 'k'); SELECT sqlstreams.produce('s', '1', p_delay => '1 hour')",
+    )
+    .await
+    .unwrap();
+    assert_eq!(stored(&db).await, 0, "nobody sees it yet");
+    own.batch_execute("ROLLBACK").await.unwrap();
+    for table in ["message_log_1", "message_idempotency_1", "message_delayed_1"] {
+        assert_eq!(count(&db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await, 0);
+    }
 
     // An open one is waited for: only its end tells.
     for commit in [false, true] {

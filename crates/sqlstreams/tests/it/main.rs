@@ -47,6 +47,7 @@ mod places;
 mod plain;
 mod pool;
 mod pooler;
+mod privileges;
 mod produce;
 mod proxy;
 mod reclaim;

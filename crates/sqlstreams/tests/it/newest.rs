@@ -45,7 +45,7 @@ async fn assert_clean(db: &tokio_postgres::Client) {
 async fn each_key_is_handed_out_once_whatever_the_group() {
     let (client, db) = client().await;
     let stream = compacted(&client).await;
-    let newest = produce(&stream, 5_500, 70).await;
+    let newest = produce(&stream, 2_800, 70).await;
     for kind in ["parallel", "ordered", "transactional", "limited", "batches", "ordered tx"] {
         let mode = if kind.starts_with("ordered") { Mode::Ordered } else { Mode::Parallel };
         let mut group = stream.group(kind).newest_only(true).mode(mode);
