@@ -91,6 +91,7 @@ impl<T> Delayed<T> {
             tombstone: payload.is_none(),
             payload: payload.unwrap_or_default().0,
             expires: None,
+            lane: None,
         };
         let id = raw.id;
         let message = raw.decode::<T, C>().map_err(|reason| {

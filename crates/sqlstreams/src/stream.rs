@@ -440,6 +440,7 @@ pub(crate) fn read_message<T, C: Codec<T>>(row: &Row) -> Result<Message<T>> {
         tombstone: payload.is_none(),
         payload: payload.unwrap_or_default().0,
         expires: None,
+        lane: None,
     };
     let id = raw.id;
     raw.decode::<T, C>()

@@ -27,7 +27,8 @@ END $$;
 --
 -- A message that has expired is told of without its payload: it is finished, unhandled. remaining: how long the others have, 0 for those that have expired, NULL for
 -- those that do not; whoever hands one out later looks again.
--- A message without payload that has not expired is a tombstone (current.sql).
+-- A message without payload that has not expired is a tombstone (current.sql). lane: which of the lease's lanes it is in, where the
+-- lease is for some of them.
 --
 -- constraint_exclusion is off, here as in advance: pruning needs none, and reading every partition's checks anew for each
 -- plan took a third of the time.
@@ -35,7 +36,7 @@ END $$;
 -- Never read message_log_<n> in the statement that claims, or under an older snapshot: rows that the claim freed would
 -- be missing. (The name is quoted since FETCH is a reserved word; qualified, sqlstreams.fetch(…), it needs no quotes.)
 CREATE OR REPLACE FUNCTION "fetch"(p_stream bigint, p_group bigint, p_token uuid, p_after bigint, p_limit bigint, p_bytes bigint, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval, lane smallint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
 #variable_conflict use_column
 DECLARE
@@ -51,13 +52,13 @@ BEGIN
     END IF;
     condition := binding_condition(p_group, lower(pending), upper(pending));
     RETURN QUERY EXECUTE format(
-        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END
+        'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END, %s::smallint
          FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(coalesce(pg_column_size(payload), 0)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(payload), 0) AS bytes_before
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
-         ORDER BY id LIMIT $5', 'message_log_' || p_stream, in_lanes(lanes), ' AND (' || condition || ')')
+         ORDER BY id LIMIT $5', CASE WHEN lanes IS NULL THEN 'NULL' ELSE 'lane_of(key, id)' END, 'message_log_' || p_stream, in_lanes(lanes), ' AND (' || condition || ')')
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;
 END $$;
 

@@ -449,6 +449,7 @@ impl Page {
                         tombstone: payload.is_none() && row.get::<_, Option<i64>>(7) != Some(0),
                         payload: payload.unwrap_or_default().0,
                         expires: expires(row),
+                        lane: row.get(8),
                     }
                 })
                 .collect(),
