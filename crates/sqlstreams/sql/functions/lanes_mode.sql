@@ -1,6 +1,6 @@
 -- Changing how a group hands out its messages.
 
--- Makes a group ordered or parallel again. Refused while messages of it are handed out or wait to be tried again: pause it, and ask
+-- Makes a group parallel, ordered or fair. Refused while messages of it are handed out or wait to be tried again: pause it, and ask
 -- again when they have ended. Dead letters stay.
 CREATE OR REPLACE FUNCTION set_mode(p_stream bigint, p_group bigint, p_mode text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
@@ -12,9 +12,9 @@ DECLARE
     x          lane_cohort;
 BEGIN
     PERFORM require_read_committed();
-    IF p_mode IS NULL OR p_mode NOT IN ('parallel', 'ordered') THEN
+    IF p_mode IS NULL OR p_mode NOT IN ('parallel', 'ordered', 'fair') THEN
         RAISE EXCEPTION 'unknown mode %', coalesce(quote_literal(p_mode), 'NULL')
-            USING ERRCODE = 'SQ004', HINT = 'Choose parallel or ordered.';
+            USING ERRCODE = 'SQ004', HINT = 'Choose parallel, ordered or fair.';
     END IF;
     c := lock_cursor(p_stream, p_group);
     g := require_group(p_stream, p_group);
@@ -28,11 +28,13 @@ BEGIN
         RAISE EXCEPTION 'group % has messages that are handed out or wait for another attempt', quote_ident(g.name)
             USING ERRCODE = 'SQ014', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
     END IF;
-    IF p_mode = 'ordered' THEN
-        IF g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL THEN
-            PERFORM refuse_limits(g.name);
-        END IF;
-        c.cohorts := ARRAY[(-1, c.claimed)::lane_cohort];
+    IF p_mode = 'ordered' AND (g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL) THEN
+        PERFORM refuse_limits(g.name);
+    END IF;
+    IF p_mode <> 'parallel' THEN
+        -- Between the two that have lanes each goes on where it stands.
+        c.cohorts := coalesce(c.cohorts, ARRAY[(-1, c.claimed)::lane_cohort]);
+        c.waiters := NULL;
         EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id) WHERE group_id = $1', exceptions) USING p_group;
     ELSE
         -- Lanes that are behind the others: what they have not read waits as leases that nobody has.
@@ -57,5 +59,5 @@ CREATE OR REPLACE FUNCTION refuse_limits(p_name text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
     RAISE EXCEPTION 'group % is ordered, and takes neither max_in_flight nor rate_limit', quote_ident(p_name)
-        USING ERRCODE = 'SQ004', HINT = 'Lift the limits, or make the group parallel.';
+        USING ERRCODE = 'SQ004', HINT = 'Lift the limits, or make the group parallel or fair.';
 END $$;

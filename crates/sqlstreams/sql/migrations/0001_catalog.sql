@@ -41,7 +41,8 @@ CREATE TABLE consumer_group (
     -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
     transactional   boolean NOT NULL DEFAULT false,
     -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
-    mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
+    -- fair: a key of which much waits does not make others wait: see functions/fair.sql
+    mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered', 'fair')),
     -- it has bindings, or had some: see binding_set
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
@@ -95,7 +96,7 @@ CREATE TABLE audit (
 
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
 
--- Lanes of an ordered group that were read up to the same position, as bits; and a consumer that waits for lanes.
+-- Lanes of an ordered or fair group that were read up to the same position, as bits; and a consumer that waits for lanes.
 CREATE TYPE lane_cohort AS (
     lanes    bigint,
     position bigint
@@ -103,6 +104,14 @@ CREATE TYPE lane_cohort AS (
 CREATE TYPE lane_waiter AS (
     holder uuid,
     until  timestamptz
+);
+-- What a consumer of a fair group wants: messages of these lanes; those of which it gets much; how large a part of the ids the messages
+-- of each of the 64 are (NULL: it does not know); and the most ids to look among.
+CREATE TYPE lane_wish AS (
+    lanes  bigint,
+    heavy  bigint,
+    shares double precision[],
+    most   bigint
 );
 CREATE TYPE group_cursor AS (
     generation  bigint,
@@ -117,5 +126,6 @@ CREATE TYPE group_cursor AS (
 CREATE TYPE group_lease AS (
     seq     bigint,
     token   uuid,
-    pending int8multirange
+    pending int8multirange,
+    lanes   bigint
 );

@@ -12,6 +12,7 @@
 mod builder;
 mod coordinator;
 mod delivery;
+mod fairness;
 mod gate;
 mod handler;
 mod health;
@@ -25,6 +26,7 @@ mod run;
 mod sieve;
 mod term;
 mod transaction;
+mod turns;
 mod workers;
 
 use std::time::{Duration, Instant};

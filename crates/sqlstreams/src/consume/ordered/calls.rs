@@ -177,6 +177,7 @@ fn exceptions(row: &Row) -> Vec<ClaimedException> {
             id,
             attempts,
             delays,
+            lane: None,
             first_failed_at,
         })
         .collect()
