@@ -19,6 +19,9 @@ everything else. Consumers that run take changes over with their next call.
 An ordered group handles the messages of one key one at a time, in their order, whatever fails or dies;
 other keys do not wait for that. The mode of a group that is being consumed can be changed while it is
 paused and nothing of it is in flight or waits for another attempt. Ordered groups take no limits.
+
+In a fair group the key is the tenant: where very many messages of one wait, those of the others are
+handled before it has worked them off.
 "
     };
 }
