@@ -1,6 +1,5 @@
 //! The workers: as many tasks as handlers may run at once, fed from one queue. They live on the caller's runtime.
 
-use std::collections::VecDeque;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,6 +16,7 @@ use super::handler::Runner;
 use super::held::Source;
 use super::term::Term;
 use super::transaction::Open;
+use super::turns::{LANES, Turns};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
 
@@ -57,7 +57,7 @@ pub(crate) struct Work {
 /// The messages that wait for a worker.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    jobs: Mutex<Jobs>,
+    jobs: Mutex<Turns<Job>>,
     /// One permit for each job in the queue.
     ready: Semaphore,
     paused: AtomicBool,
@@ -70,33 +70,9 @@ pub(crate) struct Queue {
     gate: Option<Gate>,
 }
 
-/// Two rows that take turns: messages as they came, and those that waited for one of their key to end. So a key of which many
-/// wait leaves every second place to the others.
-#[derive(Debug, Default)]
-struct Jobs {
-    rows: [VecDeque<Job>; 2],
-    turn: usize,
-}
-
-/// Where messages stand as they came, and where those do that waited for one of their key.
-const CAME: usize = 0;
-const WAITED: usize = 1;
-
-impl Jobs {
-    fn len(&self) -> usize {
-        self.rows.iter().map(VecDeque::len).sum()
-    }
-
-    fn take(&mut self) -> Option<Job> {
-        self.turn = 1 - self.turn;
-        let [turn, other] = [self.turn, 1 - self.turn];
-        self.rows[turn].pop_front().or_else(|| self.rows[other].pop_front())
-    }
-
-    fn retain(&mut self, mut keep: impl FnMut(&Job) -> bool) {
-        self.rows.iter_mut().for_each(|row| row.retain(&mut keep));
-    }
-}
+/// In an ordered group, where a message stands that waited for one of its key to end: beside those that stand as they came, so
+/// that a key of which many wait leaves every second place to the others.
+const WAITED: i16 = 0;
 
 impl Workers {
     pub(crate) fn start(count: usize, runtime: &Handle, queue: &Arc<Queue>, work: Work) -> Self {
@@ -193,7 +169,7 @@ impl Queue {
     pub(crate) fn new(gate: Option<Gate>) -> Self {
         Self {
             gate,
-            jobs: Mutex::default(),
+            jobs: Mutex::new(Turns::default()),
             ready: Semaphore::new(0),
             paused: AtomicBool::new(false),
             resumed: Notify::new(),
@@ -205,7 +181,7 @@ impl Queue {
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = Job>) {
         let mut queue = self.lock();
         let before = queue.len();
-        queue.rows[CAME].extend(jobs);
+        jobs.into_iter().for_each(|job| queue.push_back(self.lane(&job), job));
         let added = queue.len() - before;
         drop(queue);
         self.unfinished.fetch_add(added, Ordering::Relaxed);
@@ -215,6 +191,16 @@ impl Queue {
     /// How many jobs no worker has taken yet.
     pub(crate) fn waiting(&self) -> usize {
         self.lock().len()
+    }
+
+    /// How many of them are in each lane.
+    pub(crate) fn waiting_by_lane(&self) -> [usize; LANES] {
+        self.lock().by_lane()
+    }
+
+    /// The lane in which a job waits: order by key is more than fairness.
+    fn lane(&self, job: &Job) -> Option<i16> {
+        job.message.lane.filter(|_| self.gate.is_none())
     }
 
     /// How many jobs are in the queue or with a worker.
@@ -263,7 +249,7 @@ impl Queue {
             let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
             let again = !matches!(finished.verdict.outcome, "ok" | "dead");
             if let Some(next) = gate.ended(&key, again) {
-                queue.rows[WAITED].push_back(next);
+                queue.push_back(Some(WAITED), next);
                 added += 1;
             }
             finished.key = Some(key);
@@ -289,7 +275,7 @@ impl Queue {
         let mut queue = self.lock();
         let waiting = gate.clear(key);
         let added = waiting.len();
-        waiting.into_iter().rev().for_each(|job| queue.rows[CAME].push_front(job));
+        waiting.into_iter().rev().for_each(|job| queue.push_front(None, job));
         drop(queue);
         self.ready.add_permits(added);
     }
@@ -297,9 +283,8 @@ impl Queue {
     /// Takes the last jobs back, at most so many, that no worker has taken yet.
     pub(crate) fn take_last(&self, most: usize) -> Vec<(Source, i64)> {
         let mut jobs = self.lock();
-        let came = &mut jobs.rows[CAME];
-        let kept = came.len().saturating_sub(most);
-        let taken: Vec<_> = came.split_off(kept).iter().map(Job::place).collect();
+        let taken: Vec<_> =
+            jobs.take_last(most, |job| job.message.id).iter().map(Job::place).collect();
         drop(jobs);
         self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
         taken
@@ -336,7 +321,11 @@ impl Queue {
             if count == 0 {
                 continue;
             }
-            let mut jobs: Vec<Job> = std::iter::from_fn(|| queue.take()).take(count).collect();
+            let mut jobs = queue.take(count);
+            if self.gate.is_none() && count > 1 {
+                // Of several lanes, but in order.
+                jobs.sort_by_key(|job| job.message.lane.map(|_| job.message.id));
+            }
             // Under the lock, or a key could be forgotten between the two.
             if let Some(gate) = &self.gate {
                 jobs = jobs.into_iter().filter_map(|job| gate.admit(job)).collect();
@@ -377,7 +366,7 @@ impl Queue {
     }
 
     /// Nothing panics while it holds the lock, and a queue of jobs is whole between any two calls.
-    fn lock(&self) -> MutexGuard<'_, Jobs> {
+    fn lock(&self) -> MutexGuard<'_, Turns<Job>> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -22,6 +22,9 @@ paused and nothing of it is in flight or waits for another attempt.
 
 A group of a compacted stream may receive only the newest message of each key: what is superseded when it
 would be handed out or tried again is done.
+
+In a fair group the key is the tenant: where very many messages of one wait, those of the others are
+handled before it has worked them off.
 "
     };
 }
@@ -51,7 +54,7 @@ pub(super) struct Settings {
     /// At most so many messages per second; 0 for no limit
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     rate_limit: Option<f64>,
-    /// How messages are handed out: parallel or ordered
+    /// How messages are handed out: parallel, ordered or fair
     #[arg(long, value_name = "MODE", value_parser = values::mode)]
     mode: Option<Mode>,
     /// Of each key only the newest message, in a compacted stream
