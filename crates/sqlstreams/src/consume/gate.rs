@@ -39,15 +39,18 @@ impl Gate {
         Some(job)
     }
 
-    /// A message of the key has ended. Returns the next, to be put into the queue; none, if the last one is to be tried again.
-    pub(crate) fn ended(&self, key: &str, again: bool) -> Option<Job> {
+    /// A message of the key is to be tried again: nothing of it may be run.
+    pub(crate) fn shut(&self, key: &str) {
+        if let Some(found) = self.lock().get_mut(key) {
+            (found.busy, found.shut) = (false, true);
+        }
+    }
+
+    /// A message of the key has ended, for good. Returns the next, to be put into the queue.
+    pub(crate) fn ended(&self, key: &str) -> Option<Job> {
         let mut keys = self.lock();
         let found = keys.get_mut(key)?;
         found.busy = false;
-        if again {
-            found.shut = true;
-            return None;
-        }
         let next = found.waiting.pop_front();
         found.next = next.as_ref().map(|job| job.message.id);
         if next.is_none() {

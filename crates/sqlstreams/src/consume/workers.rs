@@ -118,9 +118,11 @@ async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
         let keys = queue.keys(&jobs);
         let (mut finished, left) = run(&queue, &work, jobs, open.take()).await;
         open = left;
-        queue.ended(&mut finished, keys);
+        // A key goes on when it is known that its message has ended: the next one's failure must not be heard of before.
+        let going_on = queue.shut(&mut finished, keys);
         // Nobody listens any more when the consumer is gone.
         let _ = work.finished.send(finished);
+        queue.go_on(&going_on);
     }
 }
 
@@ -239,20 +241,30 @@ impl Queue {
         self.gate.as_ref().map_or_else(Vec::new, |_| jobs.iter().filter_map(keyed).collect())
     }
 
-    /// Jobs were run: the next ones of their keys may be, unless one is to be tried again.
-    fn ended(&self, finished: &mut [Finished], keys: Vec<(i64, String)>) {
+    /// Jobs were run: keys of which one is to be tried again are shut. Returns the others.
+    fn shut(&self, finished: &mut [Finished], keys: Vec<(i64, String)>) -> Vec<String> {
+        let Some(gate) = &self.gate else { return Vec::new() };
+        let mut going_on = Vec::with_capacity(keys.len());
+        for (id, key) in keys {
+            let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
+            finished.key = Some(key.clone());
+            match finished.verdict.outcome {
+                "ok" | "dead" => going_on.push(key),
+                _ => gate.shut(&key),
+            }
+        }
+        going_on
+    }
+
+    /// The next messages of these keys may be run.
+    fn go_on(&self, keys: &[String]) {
         let Some(gate) = &self.gate else { return };
         // Locked throughout: nobody may take a later message of a key in between.
         let mut queue = self.lock();
         let mut added = 0;
-        for (id, key) in keys {
-            let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
-            let again = !matches!(finished.verdict.outcome, "ok" | "dead");
-            if let Some(next) = gate.ended(&key, again) {
-                queue.push_back(Some(WAITED), next);
-                added += 1;
-            }
-            finished.key = Some(key);
+        for next in keys.iter().filter_map(|key| gate.ended(key)) {
+            queue.push_back(Some(WAITED), next);
+            added += 1;
         }
         drop(queue);
         self.ready.add_permits(added);
