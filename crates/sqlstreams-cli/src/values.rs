@@ -116,9 +116,9 @@ pub(crate) fn payload_type(text: &str) -> Result<PayloadType, String> {
     text.parse().map_err(|_| "choose json, jsonb, text or bytea".to_owned())
 }
 
-/// `parallel` or `ordered`.
+/// `parallel`, `ordered` or `fair`.
 pub(crate) fn mode(text: &str) -> Result<Mode, String> {
-    text.parse().map_err(|_| "choose parallel or ordered".to_owned())
+    text.parse().map_err(|_| "choose parallel, ordered or fair".to_owned())
 }
 
 /// A number of things, at least one.

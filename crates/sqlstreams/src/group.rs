@@ -79,6 +79,9 @@ pub enum Mode {
     /// Messages of one key one at a time, in id order, whatever fails or dies; other keys never wait for that. While one is to be
     /// tried again, those of its key behind it wait. Messages without a key are parallel.
     Ordered,
+    /// As many at once as there are handlers, but where very many of one key wait, those of other keys do not wait behind them: the
+    /// key is the tenant. Messages without a key are spread as if each were another's.
+    Fair,
 }
 
 impl Mode {
@@ -87,6 +90,7 @@ impl Mode {
         match self {
             Self::Parallel => "parallel",
             Self::Ordered => "ordered",
+            Self::Fair => "fair",
         }
     }
 }
@@ -101,13 +105,12 @@ impl std::str::FromStr for Mode {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self> {
-        [Self::Parallel, Self::Ordered].into_iter().find(|mode| mode.as_str() == name).ok_or_else(
-            || {
-                let text = format!("unknown mode {}", shorten(name));
-                Error::new(ErrorKind::InvalidArgument, text)
-                    .with_hint("Choose parallel or ordered.")
-            },
-        )
+        let modes = [Self::Parallel, Self::Ordered, Self::Fair];
+        modes.into_iter().find(|mode| mode.as_str() == name).ok_or_else(|| {
+            let text = format!("unknown mode {}", shorten(name));
+            Error::new(ErrorKind::InvalidArgument, text)
+                .with_hint("Choose parallel, ordered or fair.")
+        })
     }
 }
 
@@ -308,6 +311,23 @@ impl<T, C> GroupBuilder<T, C> {
     pub fn newest_only(mut self, newest_only: bool) -> Self {
         self.newest_only = Some(newest_only);
         self
+    }
+
+    /// Where very many messages of one key wait, those of other keys do not wait behind them: short for
+    /// [`mode`](Self::mode)`(`[`Mode::Fair`]`)`.
+    ///
+    /// ```no_run
+    /// # async fn f(mails: sqlstreams::Stream<String>) -> sqlstreams::Result<()> {
+    /// use sqlstreams::Outgoing;
+    ///
+    /// mails.producer().send(Outgoing::new(&"welcome".to_owned()).key("tenant-7")).await?;
+    /// mails.group("outbox").fair().consumer().concurrency(16).run(async |mail| {
+    ///     println!("for {:?}: {}", mail.key, mail.payload);
+    /// }).await?;
+    /// # Ok(()) }
+    /// ```
+    pub fn fair(self) -> Self {
+        self.mode(Mode::Fair)
     }
 
     /// Only messages that match this binding, or another one of the group's, are for it: see [`Binding`]. Without any, all are.

@@ -308,7 +308,6 @@ pub(crate) struct RawMessage {
     /// When it expires, by the local clock: not later than by the server's.
     pub(crate) expires: Option<Instant>,
     /// In which of the lanes of its lease it is, where that has some.
-    #[allow(dead_code, reason = "for consumers that work by lane")]
     pub(crate) lane: Option<i16>,
     /// A newer message of its key has come, and the group wants only that.
     pub(crate) superseded: bool,

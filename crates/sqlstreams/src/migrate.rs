@@ -38,6 +38,7 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/transaction.sql"),
     include_str!("../sql/functions/lease.sql"),
     include_str!("../sql/functions/lanes.sql"),
+    include_str!("../sql/functions/fair.sql"),
     include_str!("../sql/functions/lanes_settle.sql"),
     include_str!("../sql/functions/lanes_mode.sql"),
     include_str!("../sql/functions/claim.sql"),

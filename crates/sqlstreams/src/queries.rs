@@ -41,7 +41,7 @@ macro_rules! queries {
 queries! {
     /// Those that are the same for every stream.
     Queries {
-        advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID, INT8, INT8],
+        advance: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, UUID, INT8, INT8, INT8, INT8, FLOAT8_ARRAY],
         advance_lanes: [INT8, INT8, UUID, INT8, UUID_ARRAY, TEXT_ARRAY, BOOL_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, BOOL, UUID, INT8, INT8, UUID, INT8, INT8, UUID_ARRAY],
         release_lanes: [INT8, INT8, UUID],
         set_mode: [INT8, INT8, TEXT],
@@ -60,7 +60,7 @@ queries! {
         settle_in_transaction: [INT8, INT8, UUID, INT8_ARRAY, BOOL, TEXT],
         unsettled: [INT8, INT8, UUID, INT8_ARRAY, BOOL],
         next_id: [INT8, INT8, UUID, INT8],
-        take_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ, INT8],
+        take_exceptions: [INT8, INT8, UUID, INT8, BOOL, TIMESTAMPTZ, INT8, INT8],
         settle_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY],
         extend_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY, INT8],
         count_passed_over: [INT8, INT8, INT8, INT8],

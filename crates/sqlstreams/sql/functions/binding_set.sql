@@ -61,12 +61,12 @@ CREATE OR REPLACE FUNCTION claim_width(p_limit bigint, p_width bigint) RETURNS b
 LANGUAGE sql IMMUTABLE AS $$ SELECT greatest(p_limit, least(coalesce(p_width, 10000), 1000000)) $$;
 
 -- Of what was just claimed as lease p_seq, keeps only the ids of messages that are for the group, the first p_limit of them.
--- For groups with a limit, which count what is handed out, and for clients that do not ask for a width: then what is
+-- Fair groups look for messages of the lease's lanes in the same way. For groups with a limit, which count what is handed out, and for clients that do not ask for a width: then what is
 -- pending is as many messages as ids. At most 64, so that a lease stays a small row. What lies beyond the last one is given
--- back: to the log if it came from there (c.claimed was p_before), else as a lease that anybody can take over.
+-- back: to the log if it came from there (p_fresh), else as a lease that anybody can take over.
 --
 -- pending: NULL where nothing was kept. looked_at: how many ids this is about.
-CREATE OR REPLACE FUNCTION keep_matching(p_stream bigint, g consumer_group, p_seq bigint, p_before bigint, p_limit bigint,
+CREATE OR REPLACE FUNCTION keep_matching(p_stream bigint, g consumer_group, p_seq bigint, p_fresh boolean, p_limit bigint, p_lanes bigint,
     INOUT c group_cursor, INOUT pending int8multirange, OUT looked_at bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -76,25 +76,28 @@ DECLARE
     rest   int8multirange := '{}';
     hits   int;
 BEGIN
-    EXECUTE format('SELECT array_agg(id) FROM (SELECT id FROM %I WHERE id >= $1 AND id < $2 AND $3 @> id AND (%s) ORDER BY id LIMIT $4) AS x',
-                   'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(pending), upper(pending)), 'true'))
+    EXECUTE format('SELECT array_agg(id) FROM (SELECT id FROM %I WHERE id >= $1 AND id < $2 AND $3 @> id%s AND (%s) ORDER BY id LIMIT $4) AS x',
+                   'message_log_' || p_stream, in_lanes(p_lanes), coalesce(binding_condition(g.id, lower(pending), upper(pending)), 'true'))
         INTO ids USING lower(pending), upper(pending), pending, most;
     IF cardinality(ids) = most THEN
         rest := pending * int8multirange(int8range(ids[most] + 1, NULL));
     END IF;
     looked_at := id_count(pending) - id_count(rest);
     IF NOT isempty(rest) THEN
-        IF lower(pending) > p_before THEN
+        IF p_fresh AND g.mode = 'fair' THEN
+            c.cohorts := serve_lanes(c.cohorts, p_lanes, ids[most]);
+            c.claimed := lowest_position(c.cohorts);
+        ELSIF p_fresh THEN
             c.claimed := ids[most];
         ELSE
             -- The lease that it was cut off from may be there still: else each claim would leave a piece behind.
             EXECUTE format('UPDATE %1$I SET pending = pending + $3 WHERE group_id = $1 AND seq = (
-                                SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
-                USING g.id, c.first_open, rest, clock_timestamp();
+                                SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 AND lanes IS NOT DISTINCT FROM $5 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
+                USING g.id, c.first_open, rest, clock_timestamp(), p_lanes;
             GET DIAGNOSTICS hits = ROW_COUNT;
             IF hits = 0 THEN
-                EXECUTE format('INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims)
-                                SELECT group_id, $3, gen_random_uuid(), $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
+                EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, pending, expires_at, reclaims)
+                                SELECT group_id, $3, gen_random_uuid(), lanes, $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
                     USING g.id, p_seq, c.next_seq, rest;
                 c.next_seq := c.next_seq + 1;
             END IF;
@@ -136,7 +139,7 @@ CREATE OR REPLACE FUNCTION replace_bindings(p_stream bigint, g consumer_group, c
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     before  jsonb := latest_bindings(g.id);
-    -- In an ordered group that of the lane that is furthest on.
+    -- In an ordered or fair group that of the lane that is furthest on.
     claimed bigint := greatest(c.claimed, (SELECT max(position) FROM unnest(c.cohorts)));
 BEGIN
     PERFORM add_binding_set(p_stream, g.id, claimed, p_bindings);
@@ -159,7 +162,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM binding_set WHERE group_id = p_group AND version <= newest - 100) THEN
         RETURN;
     END IF;
-    EXECUTE format('SELECT coalesce(min(lower(pending)), $3) FROM %I WHERE group_id = $1 AND seq >= $2', 'consumer_lease_' || p_stream)
+    EXECUTE format('SELECT least(min(lower(pending)), $3) FROM %I WHERE group_id = $1 AND seq >= $2', 'consumer_lease_' || p_stream)
         INTO lowest USING p_group, c.first_open, c.claimed + 1;
     -- The first version that has to stay: one of the last hundred, or what judges the lowest pending id.
     kept := least(newest - 99, coalesce((SELECT max(version) FROM binding_set WHERE group_id = p_group AND after_id < lowest), 0));

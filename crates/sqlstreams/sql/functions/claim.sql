@@ -55,31 +55,40 @@ BEGIN
 END $$;
 
 -- Takes over a lease that ran out or was released, or its first p_limit ids, under a new token. Poison ranges that it
--- meets become suspects on the way. NULL when there is none.
-CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+-- meets become suspects on the way. NULL when there is none. In a fair group only what is for the lanes in w.
+CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, w lane_wish, INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     leases   text := 'consumer_lease_' || p_stream;
     started  timestamptz := clock_timestamp();
     l        record;
+    cut      record;
     part     int8range;
     room     bigint := p_limit;
     rest     int8multirange;
 BEGIN
     LOOP
-        EXECUTE format('SELECT seq, pending, expires_at, reclaims, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
-            INTO l USING g.id, c.first_open, started;
+        EXECUTE format('SELECT seq, pending, expires_at, reclaims, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 AND coalesce(lanes, -1) & $4 <> 0
+                        ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
+            INTO l USING g.id, c.first_open, started, coalesce(w.lanes, -1);
         IF l.seq IS NULL THEN
             RETURN;
         END IF;
         IF g.transactional THEN
-            l.pending := l.pending - take_done(p_stream, g.id, l.pending);
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending, l.lanes);
         END IF;
         EXIT WHEN NOT isempty(l.pending) AND (l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims);
         PERFORM make_suspects(p_stream, g, l.pending, l.lanes);
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
     END LOOP;
 
+    IF g.mode = 'fair' THEN
+        SELECT * INTO cut FROM cut_lease(p_stream, g.id, w, p_limit, l.seq, l.pending, c, l.lanes);
+        c := cut.c;
+        l.lanes := cut.lanes;
+        room := lane_width(l.lanes, w, p_limit);
+    END IF;
+    lanes := l.lanes;
     pending := '{}';
     FOR part IN SELECT r FROM unnest(l.pending) AS r ORDER BY r LOOP
         EXIT WHEN room <= 0;
@@ -93,8 +102,8 @@ BEGIN
     IF isempty(rest) THEN
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
     ELSE
-        EXECUTE format('UPDATE %I SET token = gen_random_uuid(), pending = $3 WHERE group_id = $1 AND seq = $2', leases)
-            USING g.id, l.seq, rest;
+        EXECUTE format('UPDATE %I SET token = gen_random_uuid(), pending = $3, lanes = $4 WHERE group_id = $1 AND seq = $2', leases)
+            USING g.id, l.seq, rest, l.lanes;
     END IF;
     -- A lease that was handed back is not a lost one.
     EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims, lanes) VALUES ($1, $2, $3, $7, $4, $5, $6, $8)', leases)
@@ -108,36 +117,54 @@ CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pe
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
-        'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, last_error)
-         SELECT $1, id, ''ready'', 1, clock_timestamp(), key, ''its lease was lost repeatedly''
+        'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, lane, last_error)
+         SELECT $1, id, ''ready'', 1, clock_timestamp(), key, CASE WHEN $4 THEN lane_of(key, id) END, ''its lease was lost repeatedly''
          FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 IS NULL OR ($3 >> lane_of(key, id)) & 1 = 1) AND (%s)',
         'exception_queue_' || p_stream, 'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(p_pending), upper(p_pending)), 'true'))
-        USING g.id, p_pending, p_lanes;
+        USING g.id, p_pending, p_lanes, g.mode <> 'parallel';
 END $$;
 
--- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log.
-CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, INOUT c group_cursor, OUT pending int8multirange)
+-- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log (fresh). In a fair group for about
+-- p_limit messages of lanes that are in w; unread: see next_in_turn.
+CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, w lane_wish,
+    INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint, OUT fresh boolean, OUT unread bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     r record;
+    -- Where a tenant's burst was handed back, others would wait behind it if it always came first.
+    log_first boolean := g.mode = 'fair' AND random() < 0.5;
 BEGIN
-    -- Else no lease is open: none to take over.
-    IF c.first_open < c.next_seq THEN
-        SELECT * INTO r FROM take_over(p_stream, g, p_owner, p_token, p_limit, c);
-        c := r.c;
-        pending := r.pending;
-        IF pending IS NOT NULL THEN
-            RETURN;
+    fresh := false;
+    FOR turn IN 1..2 LOOP
+        IF log_first = (turn = 1) THEN
+            IF g.mode = 'fair' THEN
+                SELECT * INTO r FROM next_in_turn(p_stream, w, p_limit, c);
+                lanes := r.lanes;
+                unread := r.unread;
+            ELSE
+                SELECT * INTO r FROM next_range(p_stream, p_limit, c);
+            END IF;
+            c := r.c;
+            IF r.range IS NOT NULL THEN
+                pending := int8multirange(r.range);
+                fresh := true;
+                EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, lanes) VALUES ($1, $2, $3, $4, $5, $6, $7)', 'consumer_lease_' || p_stream)
+                    USING g.id, c.next_seq, p_token, p_owner, pending, clock_timestamp() + g.lease_duration, lanes;
+                c.next_seq := c.next_seq + 1;
+                RETURN;
+            END IF;
+        -- Else no lease is open: none to take over.
+        ELSIF c.first_open < c.next_seq THEN
+            SELECT * INTO r FROM take_over(p_stream, g, p_owner, p_token, p_limit, w, c);
+            c := r.c;
+            IF r.pending IS NOT NULL THEN
+                pending := r.pending;
+                lanes := r.lanes;
+                unread := w.lanes;
+                RETURN;
+            END IF;
         END IF;
-    END IF;
-    SELECT * INTO r FROM next_range(p_stream, p_limit, c);
-    c := r.c;
-    IF r.range IS NOT NULL THEN
-        pending := int8multirange(r.range);
-        EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at) VALUES ($1, $2, $3, $4, $5, $6)', 'consumer_lease_' || p_stream)
-            USING g.id, c.next_seq, p_token, p_owner, pending, clock_timestamp() + g.lease_duration;
-        c.next_seq := c.next_seq + 1;
-    END IF;
+    END LOOP;
 END $$;
 
 -- Settles what a consumer has finished, records what failed, and claims the next ids, in one call.
@@ -156,12 +183,17 @@ END $$;
 -- Returns one row: the leases named that were not the caller's any more (nothing about those was recorded), and the new
 -- lease, NULLs when there was nothing to claim. paused: the group is. limited: it has a limit, so tell at once what is
 -- finished. wait: the rate limit is used up; ask again after that.
--- looked_at: in a group with bindings, how many ids the claim is about; there may be none of them to hand out.
+-- looked_at: in a group with bindings, or a fair one, how many ids the claim is about; there may be none of them to hand out.
+--
+-- In a fair group (fair.sql): p_lanes are those of which the caller wants messages, p_heavy those of which it gets very many, p_shares the part
+-- of the ids that each lane's messages are, as it has seen, and p_width the most ids to look among. lanes: those of the new lease. unread: those that
+-- have more to read, as far as is known; NULL in other groups.
 CREATE OR REPLACE FUNCTION advance(p_stream bigint, p_group bigint,
     p_seqs bigint[], p_tokens uuid[], p_done int8multirange[],
     p_failed_tokens uuid[], p_failed_ids bigint[], p_outcomes text[], p_errors text[], p_delays double precision[],
-    p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL, p_width bigint DEFAULT NULL)
-RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval, looked_at bigint)
+    p_limit bigint, p_token uuid DEFAULT gen_random_uuid(), p_owner bigint DEFAULT NULL, p_width bigint DEFAULT NULL,
+    p_lanes bigint DEFAULT -1, p_heavy bigint DEFAULT 0, p_shares double precision[] DEFAULT NULL)
+RETURNS TABLE (lost uuid[], seq bigint, token uuid, pending int8multirange, lease_duration interval, paused boolean, limited boolean, wait interval, looked_at bigint, lanes bigint, unread bigint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -169,7 +201,9 @@ DECLARE
     before group_cursor;
     c      group_cursor;
     r      record;
+    w      lane_wish;
     room   bigint;
+    wide   bigint;
 BEGIN
     PERFORM require_read_committed();
     before := lock_cursor(p_stream, p_group);
@@ -177,11 +211,15 @@ BEGIN
     g := require_group(p_stream, p_group);
     PERFORM require_mode(g, 'parallel');
     c := before;
+    IF g.mode = 'fair' AND g.lane_probe <> lane_probe() THEN
+        c := realign(p_stream, g, c);
+    END IF;
 
     lost := settle_all(p_stream, g, p_owner, p_seqs, p_tokens, p_done, p_failed_tokens, p_failed_ids, p_outcomes, p_errors, p_delays);
     paused := g.paused;
     limited := g.max_in_flight IS NOT NULL OR g.rate_limit IS NOT NULL;
-    looked_at := CASE WHEN g.bound THEN 0 END;
+    looked_at := CASE WHEN g.bound OR g.mode = 'fair' THEN 0 END;
+    unread := CASE WHEN g.mode = 'fair' THEN 0 END;
     room := least(p_limit, 1000000);
     IF room > 0 THEN
         SELECT a.room, a.wait INTO room, wait FROM allowance(p_stream, g, c, room) AS a;
@@ -190,14 +228,23 @@ BEGIN
         c.first_open := first_open_lease(p_stream, p_group, c);
     END IF;
     IF room > 0 THEN
-        SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, CASE WHEN g.bound THEN claim_width(room, p_width) ELSE room END, c);
+        wide := room;
+        IF g.mode = 'fair' THEN
+            -- Where there is a limit, all that is claimed is looked through under the lock.
+            w := (coalesce(p_lanes, -1), coalesce(p_heavy, 0), p_shares, least(claim_width(room, p_width), CASE WHEN limited THEN 10000 ELSE 50000 END))::lane_wish;
+        ELSIF g.bound THEN
+            wide := claim_width(room, p_width);
+        END IF;
+        SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, wide, w, c);
         c := r.c;
         pending := r.pending;
+        lanes := r.lanes;
+        unread := r.unread;
         seq := c.next_seq - 1;
-        IF g.bound THEN
+        IF g.bound OR g.mode = 'fair' THEN
             looked_at := id_count(pending);
-            IF pending IS NOT NULL AND (limited OR p_width IS NULL) THEN
-                SELECT * INTO r FROM keep_matching(p_stream, g, seq, before.claimed, room, c, pending);
+            IF pending IS NOT NULL AND (limited OR p_width IS NULL) AND (g.bound OR lanes <> -1 OR looked_at > room) THEN
+                SELECT * INTO r FROM keep_matching(p_stream, g, seq, r.fresh, room, lanes, c, pending);
                 c := r.c;
                 pending := r.pending;
                 looked_at := r.looked_at;

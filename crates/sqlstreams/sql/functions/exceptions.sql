@@ -8,8 +8,10 @@
 -- claim often pass p_due_from, the smallest due_at they got last less a second, and every few seconds -infinity: every way
 -- to ready sets due_at >= clock_timestamp(), so nothing hides below for long. With a bound only leases that ran out in
 -- the last second are looked for, too: the rows that were in flight before lie dead below that.
-CREATE OR REPLACE FUNCTION take_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_owner bigint DEFAULT NULL)
-RETURNS TABLE (id bigint, attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval)
+--
+-- In a fair group they are of these lanes, of each about as many; suspects, of which each process runs one at a time, are of any.
+CREATE OR REPLACE FUNCTION take_exceptions(p_stream bigint, p_group bigint, p_token uuid, p_limit bigint, p_suspect boolean, p_due_from timestamptz, p_owner bigint DEFAULT NULL, p_lanes bigint DEFAULT -1)
+RETURNS TABLE (id bigint, attempts int, delays int, first_failed_at timestamptz, due_at timestamptz, lease_duration interval, lane smallint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -18,6 +20,10 @@ DECLARE
     started timestamptz;
     room    bigint := CASE WHEN p_suspect THEN least(p_limit, 1) ELSE p_limit END;
     taken   int;
+    chosen  bigint[];
+    due     text := 'SELECT message_id FROM %1$I
+             WHERE group_id = $1 AND state = ''ready'' AND losses %2$s 0 AND due_at <= $2 AND due_at >= $3
+             ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED';
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
@@ -35,17 +41,18 @@ BEGIN
     -- In a variable: in the query itself it would be a filter, not a bound of the index scan. Taken after the
     -- reclaim, whose rows are due at its own clock, so that this call can hand them out.
     started := clock_timestamp();
+    IF g.mode = 'fair' AND NOT p_suspect THEN
+        chosen := due_in_turn(p_stream, p_group, coalesce(p_lanes, -1), room, coalesce(p_due_from, '-infinity'), started);
+        due := 'SELECT unnest($9) AS message_id';
+    END IF;
     RETURN QUERY EXECUTE format(
-        'WITH due AS (
-             SELECT message_id FROM %1$I
-             WHERE group_id = $1 AND state = ''ready'' AND losses %2$s 0 AND due_at <= $2 AND due_at >= $3
-             ORDER BY due_at LIMIT $4 FOR UPDATE SKIP LOCKED)
+        'WITH due AS (' || due || ')
          UPDATE %1$I AS e SET state = ''inflight'', lease_id = $5, lease_expires_at = $6, owner = $8
          FROM due WHERE e.group_id = $1 AND e.message_id = due.message_id
-         RETURNING e.message_id, e.attempts, e.delays, e.first_failed_at, e.due_at, $7',
+         RETURNING e.message_id, e.attempts, e.delays, e.first_failed_at, e.due_at, $7, e.lane',
         'exception_queue_' || p_stream, CASE WHEN p_suspect THEN '>' ELSE '=' END)
         USING p_group, started, coalesce(p_due_from, '-infinity'), room,
-              p_token, started + g.lease_duration, g.lease_duration, p_owner;
+              p_token, started + g.lease_duration, g.lease_duration, p_owner, chosen;
     GET DIAGNOSTICS taken = ROW_COUNT;
     IF g.rate_limit IS NOT NULL AND taken > 0 THEN
         c.paced_until := spend(g, c.paced_until, taken);

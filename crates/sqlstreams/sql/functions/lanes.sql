@@ -55,11 +55,12 @@ LANGUAGE sql IMMUTABLE AS $$
           WHERE lanes <> 0 GROUP BY position) AS y
 $$;
 
--- Whoever calls for an ordered group what is for the others, or the other way round, has not seen that the mode was changed.
+-- Whoever calls for an ordered group what is for the others, or the other way round, has not seen that the mode was changed. Fair groups
+-- are called as parallel ones.
 CREATE OR REPLACE FUNCTION require_mode(g consumer_group, p_mode text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
-    IF g.mode <> p_mode THEN
+    IF (g.mode = 'ordered') <> (p_mode = 'ordered') THEN
         RAISE EXCEPTION 'group % is %', quote_ident(g.name), g.mode
             USING ERRCODE = 'SQ012', HINT = CASE g.mode WHEN 'ordered' THEN 'Use advance_lanes and release_lanes.' ELSE 'Use the functions for parallel groups.' END;
     END IF;

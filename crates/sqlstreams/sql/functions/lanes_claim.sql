@@ -36,7 +36,7 @@ BEGIN
         lost := l.expires_at > '-infinity';
         PERFORM put_back_lane_exceptions(p_stream, g, l.token, l.lanes, lost);
         IF g.transactional THEN
-            l.pending := l.pending - take_done_of_lanes(p_stream, g.id, l.pending, l.lanes);
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending, l.lanes);
         END IF;
         IF isempty(l.pending) THEN
             EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;

@@ -1,6 +1,6 @@
 -- Changing how a group hands out its messages.
 
--- Makes a group ordered or parallel again. Refused while messages of it are handed out or wait to be tried again: pause it, and ask
+-- Makes a group parallel, ordered or fair. Refused while messages of it are handed out or wait to be tried again: pause it, and ask
 -- again when they have ended. Dead letters stay.
 CREATE OR REPLACE FUNCTION set_mode(p_stream bigint, p_group bigint, p_mode text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
@@ -12,16 +12,16 @@ DECLARE
     x          lane_cohort;
 BEGIN
     PERFORM require_read_committed();
-    IF p_mode IS NULL OR p_mode NOT IN ('parallel', 'ordered') THEN
+    IF p_mode IS NULL OR p_mode NOT IN ('parallel', 'ordered', 'fair') THEN
         RAISE EXCEPTION 'unknown mode %', coalesce(quote_literal(p_mode), 'NULL')
-            USING ERRCODE = 'SQ004', HINT = 'Choose parallel or ordered.';
+            USING ERRCODE = 'SQ004', HINT = 'Choose parallel, ordered or fair.';
     END IF;
     c := lock_cursor(p_stream, p_group);
     g := require_group(p_stream, p_group);
     IF g.mode = p_mode THEN
         RETURN;
     END IF;
-    IF g.mode = 'ordered' AND g.lane_probe <> lane_probe() THEN
+    IF g.mode <> 'parallel' AND g.lane_probe <> lane_probe() THEN
         c := realign(p_stream, g, c);
     END IF;
     EXECUTE format('SELECT (SELECT count(*) FROM %I WHERE group_id = $1 AND seq >= $2)
@@ -31,8 +31,10 @@ BEGIN
         RAISE EXCEPTION 'group % has messages that are handed out or wait for another attempt', quote_ident(g.name)
             USING ERRCODE = 'SQ014', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
     END IF;
-    IF p_mode = 'ordered' THEN
-        c.cohorts := ARRAY[(-1, c.claimed)::lane_cohort];
+    IF p_mode <> 'parallel' THEN
+        -- Between the two that have lanes each goes on where it stands.
+        c.cohorts := coalesce(c.cohorts, ARRAY[(-1, c.claimed)::lane_cohort]);
+        c.waiters := NULL;
         EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id) WHERE group_id = $1', exceptions) USING p_group;
     ELSE
         -- Lanes that are behind the others: what they have not read waits as leases that nobody has.
@@ -74,9 +76,9 @@ BEGIN
     EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 RETURNING pending) SELECT min(lower(pending)) - 1 FROM gone', leases)
         INTO lowest USING g.id, c.first_open;
     lowest := least(lowest, (SELECT min(position) FROM unnest(c.cohorts)));
-    EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id), state = CASE WHEN state <> ''inflight'' THEN state WHEN key IS NULL THEN ''ready'' ELSE ''deferred'' END,
+    EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id), state = CASE WHEN state <> ''inflight'' THEN state WHEN key IS NULL OR $2 THEN ''ready'' ELSE ''deferred'' END,
                            lease_id = NULL, lease_expires_at = NULL, owner = NULL WHERE group_id = $1', exceptions)
-        USING g.id;
+        USING g.id, g.mode = 'fair';
     EXECUTE format('SELECT array_agg(DISTINCT key) FROM %I WHERE group_id = $1 AND state = ''deferred''', exceptions) INTO waiting USING g.id;
     PERFORM promote(p_stream, g.id, waiting);
     -- In pieces: rows make holes.

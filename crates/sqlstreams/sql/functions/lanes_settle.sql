@@ -131,7 +131,7 @@ BEGIN
         SELECT range_agg(int8range(id, id, '[]')) AS among, array_agg(id) AS ids, array_agg(outcome) AS outcomes, array_agg(error) AS errors, array_agg(delay) AS delays INTO f
             FROM unnest(p_failed_tokens, p_ids, p_outcomes, p_errors, p_delays) AS u(token, id, outcome, error, delay) WHERE u.token = l.token;
         IF g.transactional THEN
-            l.pending := l.pending - take_done_of_lanes(p_stream, g.id, l.pending * f.among, l.lanes);
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending * f.among, l.lanes);
         END IF;
         taken := record_failures(p_stream, g, l.pending, f.ids, f.outcomes, f.errors, f.delays, true);
         EXECUTE format('UPDATE %I SET pending = $3 WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream) USING g.id, l.seq, l.pending - taken;
@@ -163,22 +163,6 @@ BEGIN
     PERFORM promote(p_stream, g.id, stopped);
 END $$;
 
--- As take_done, for what lies in these lanes: others may have a lease of the same range.
-CREATE OR REPLACE FUNCTION take_done_of_lanes(p_stream bigint, p_group bigint, p_ids int8multirange, p_lanes bigint) RETURNS int8multirange
-LANGUAGE plpgsql VOLATILE AS $$
-DECLARE
-    taken int8multirange;
-BEGIN
-    EXECUTE format(
-        'WITH gone AS (
-             DELETE FROM %I AS d WHERE group_id = $1 AND message_id >= lower($2) AND message_id < upper($2) AND $2 @> message_id
-                AND ($3 = -1 OR EXISTS (SELECT FROM %I AS m WHERE m.id = d.message_id AND m.id >= lower($2) AND m.id < upper($2) AND ($3 >> lane_of(m.key, m.id)) & 1 = 1))
-             RETURNING message_id)
-         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM gone', 'consumer_done_' || p_stream, 'message_log_' || p_stream)
-        INTO taken USING p_group, p_ids, p_lanes;
-    RETURN taken;
-END $$;
-
 -- Takes what is finished out of the holder's leases; what remains is its for another lease_duration.
 CREATE OR REPLACE FUNCTION take_done_in_lanes(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
@@ -189,7 +173,7 @@ BEGIN
         FOR l IN EXECUTE format('SELECT l.pending * u.done AS done, l.lanes FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
             USING g.id, p_seqs, p_tokens, p_done
         LOOP
-            PERFORM take_done_of_lanes(p_stream, g.id, l.done, l.lanes);
+            PERFORM take_done(p_stream, g.id, l.done, l.lanes);
         END LOOP;
     END IF;
     EXECUTE format('UPDATE %I AS l SET pending = l.pending - u.done FROM unnest($2, $3, $4) AS u(seq, token, done)

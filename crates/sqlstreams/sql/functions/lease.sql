@@ -9,10 +9,10 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     l group_lease;
 BEGIN
-    EXECUTE format('SELECT seq, token, pending FROM %I WHERE group_id = $1 AND seq = $2 AND token = $3 FOR UPDATE', 'consumer_lease_' || p_stream)
+    EXECUTE format('SELECT seq, token, pending, lanes FROM %I WHERE group_id = $1 AND seq = $2 AND token = $3 FOR UPDATE', 'consumer_lease_' || p_stream)
         INTO l USING p_group, p_seq, p_token;
     IF l.seq IS NULL THEN
-        EXECUTE format('SELECT seq, token, pending FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1 FOR UPDATE',
+        EXECUTE format('SELECT seq, token, pending, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1 FOR UPDATE',
                        'consumer_lease_' || p_stream)
             INTO l USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
     END IF;
@@ -47,12 +47,12 @@ BEGIN
     IF p_ids IS NOT NULL THEN
         IF g.transactional THEN
             -- What a handler that had lost it has settled all the same did not fail.
-            l.pending := l.pending - take_done(p_stream, g.id, l.pending * (SELECT range_agg(int8range(id, id, '[]')) FROM unnest(p_ids) AS id));
+            l.pending := l.pending - take_done(p_stream, g.id, l.pending * (SELECT range_agg(int8range(id, id, '[]')) FROM unnest(p_ids) AS id), l.lanes);
         END IF;
         l.pending := l.pending - record_failures(p_stream, g, l.pending, p_ids, p_outcomes, p_errors, p_delays);
     END IF;
     IF g.transactional THEN
-        PERFORM take_done(p_stream, g.id, l.pending * p_done);
+        PERFORM take_done(p_stream, g.id, l.pending * p_done, l.lanes);
     END IF;
     l.pending := l.pending - p_done;
     IF isempty(l.pending) THEN
@@ -88,7 +88,7 @@ BEGIN
                 CASE WHEN f.outcome = ''delay'' THEN 0 ELSE 1 END,
                 CASE WHEN f.outcome = ''delay'' THEN 1 ELSE 0 END,
                 CASE WHEN f.final THEN $8 ELSE $8 + coalesce(asked_delay(f.delay), retry_delay($1, 1)) END,
-                m.key, CASE WHEN $10 THEN lane_of(m.key, f.id) END, error_text(f.error),
+                m.key, CASE WHEN $1.mode <> ''parallel'' THEN lane_of(m.key, f.id) END, error_text(f.error),
                 CASE WHEN f.outcome = ''delay'' THEN ''[]'' ELSE add_history(''[]'', 1, CASE WHEN f.final THEN ''dead'' ELSE f.outcome END, f.error) END,
                 $8,
                 CASE WHEN f.final THEN $8 END

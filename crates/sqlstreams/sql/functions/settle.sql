@@ -1,7 +1,7 @@
 -- The steps of advance one by one, for clients that do not need them in one call.
 
 -- Claims up to p_limit messages and returns them, all under the same lease; those that have expired are left out. In a group with
--- bindings it looks for a tenth of a second at most: that there are no rows does not say that there is nothing beyond.
+-- bindings, or a fair one, it looks for a tenth of a second at most: that there are no rows does not say that there is nothing beyond.
 CREATE OR REPLACE FUNCTION claim(p_stream bigint, p_group bigint, p_limit bigint, p_type anyelement)
 RETURNS TABLE (seq bigint, token uuid, id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, payload anyelement)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
@@ -65,7 +65,7 @@ BEGIN
         seq := settle_lease(p_stream, g, p_owner, l.seq, l.token, coalesce(l.done, '{}'));
         IF moving AND seq < c.next_seq - 1000 THEN
             EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
-                            INSERT INTO %1$I (group_id, seq, token, owner, pending, expires_at, reclaims) SELECT group_id, $3, token, owner, pending, expires_at, reclaims FROM moved',
+                            INSERT INTO %1$I (group_id, seq, token, owner, lanes, pending, expires_at, reclaims) SELECT group_id, $3, token, owner, lanes, pending, expires_at, reclaims FROM moved',
                            'consumer_lease_' || p_stream)
                 USING p_group, seq, c.next_seq;
             seq := c.next_seq;
@@ -117,8 +117,8 @@ BEGIN
     IF l.seq IS NULL THEN
         RETURN false;
     END IF;
-    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, pending, expires_at, reclaims)
-                    SELECT group_id, $3, gen_random_uuid(), pending * $4, ''-infinity'', reclaims FROM %1$I
+    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, pending, expires_at, reclaims)
+                    SELECT group_id, $3, gen_random_uuid(), lanes, pending * $4, ''-infinity'', reclaims FROM %1$I
                     WHERE group_id = $1 AND seq = $2 AND NOT isempty(pending * $4)', 'consumer_lease_' || p_stream)
         USING p_group, l.seq, c.next_seq, p_part;
     EXECUTE format('WITH kept AS (UPDATE %1$I SET pending = pending - $3 WHERE group_id = $1 AND seq = $2 AND NOT pending <@ $3)

@@ -63,7 +63,7 @@ BEGIN
              next_seq    bigint NOT NULL DEFAULT 1,
              -- up to here the rate limit is used up
              paced_until timestamptz,
-             -- of ordered groups
+             -- of ordered groups, and of fair ones
              cohorts     lane_cohort[],
              waiters     lane_waiter[],
              PRIMARY KEY (group_id, generation)
@@ -76,8 +76,9 @@ BEGIN
              seq        bigint NOT NULL,
              token      uuid   NOT NULL,
              owner      bigint,
-             -- of ordered groups: whose it is, and the lanes it is for
+             -- of ordered groups: whose it is
              holder     uuid,
+             -- of ordered and fair ones: the lanes it is for
              lanes      bigint,
              pending    int8multirange NOT NULL,
              expires_at timestamptz NOT NULL,
@@ -101,7 +102,7 @@ BEGIN
              owner            bigint,
              lease_expires_at timestamptz,
              key              text COLLATE "C",
-             -- of ordered groups
+             -- of ordered and fair groups
              lane             smallint,
              last_error       text,
              history          jsonb NOT NULL DEFAULT ''[]'',
@@ -119,7 +120,7 @@ BEGIN
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_expires_at) WHERE state = ''inflight''', 'exception_inflight_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, message_id) WHERE state = ''dead''', 'exception_dead_' || n, 'exception_queue_' || n);
 
-    -- Those of ordered groups: what of a lane can run, the rows of a key, and what is in flight under a lease.
+    -- Those of ordered and fair groups: what of a lane can run, the rows of a key, and what is in flight under a lease.
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lane, due_at) WHERE state = ''ready'' AND lane >= 0', 'exception_lane_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, key, message_id) WHERE lane >= 0 AND state <> ''dead''', 'exception_key_' || n, 'exception_queue_' || n);
     EXECUTE format('CREATE INDEX %I ON %I (group_id, lease_id) WHERE lane >= 0', 'exception_held_' || n, 'exception_queue_' || n);

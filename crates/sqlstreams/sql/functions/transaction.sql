@@ -118,17 +118,20 @@ BEGIN
     RETURN ARRAY(SELECT i FROM unnest(open) AS i WHERE lease_pending(p_stream, p_group, p_token) @> i);
 END $$;
 
--- Takes the rows of p_ids away and returns the ids that had one. The caller has locked the lease that held them, in an
--- earlier statement, and takes them out of its pending now.
-CREATE OR REPLACE FUNCTION take_done(p_stream bigint, p_group bigint, p_ids int8multirange) RETURNS int8multirange
+-- Takes the rows of p_ids away that lie in these lanes (NULL: all), and returns the ids that had one: others may have a lease of the same
+-- range in other lanes. The caller has locked the lease that held them, in an earlier statement, and takes them out of its pending now.
+CREATE OR REPLACE FUNCTION take_done(p_stream bigint, p_group bigint, p_ids int8multirange, p_lanes bigint) RETURNS int8multirange
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     taken int8multirange;
 BEGIN
     EXECUTE format(
-        'WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND message_id >= lower($2) AND message_id < upper($2) AND $2 @> message_id RETURNING message_id)
-         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM gone', 'consumer_done_' || p_stream)
-        INTO taken USING p_group, p_ids;
+        'WITH gone AS (
+             DELETE FROM %I AS d WHERE group_id = $1 AND message_id >= lower($2) AND message_id < upper($2) AND $2 @> message_id
+                AND ($3 = -1 OR EXISTS (SELECT FROM %I AS m WHERE m.id = d.message_id AND m.id >= lower($2) AND m.id < upper($2) AND ($3 >> lane_of(m.key, m.id)) & 1 = 1))
+             RETURNING message_id)
+         SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') FROM gone', 'consumer_done_' || p_stream, 'message_log_' || p_stream)
+        INTO taken USING p_group, p_ids, coalesce(p_lanes, -1);
     RETURN taken;
 END $$;
 

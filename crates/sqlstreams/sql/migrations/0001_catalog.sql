@@ -41,7 +41,8 @@ CREATE TABLE consumer_group (
     -- some of its consumers settle in their handlers' transactions: see functions/transaction.sql
     transactional   boolean NOT NULL DEFAULT false,
     -- ordered: messages of one key one at a time, in id order: see functions/lanes.sql
-    mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered')),
+    -- fair: a key of which much waits does not make others wait: see functions/fair.sql
+    mode            text NOT NULL DEFAULT 'parallel' CHECK (mode IN ('parallel', 'ordered', 'fair')),
     -- of each key only the newest message, of a compacted stream: see functions/binding_set.sql
     newest_only     boolean NOT NULL DEFAULT false,
     -- what its lanes go by: another server may hash differently, see functions/lanes_mode.sql
@@ -108,7 +109,7 @@ CREATE TABLE audit (
 
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
 
--- Lanes of an ordered group that were read up to the same position, as bits; and a consumer that waits for lanes.
+-- Lanes of an ordered or fair group that were read up to the same position, as bits; and a consumer that waits for lanes.
 CREATE TYPE lane_cohort AS (
     lanes    bigint,
     position bigint
@@ -116,6 +117,14 @@ CREATE TYPE lane_cohort AS (
 CREATE TYPE lane_waiter AS (
     holder uuid,
     until  timestamptz
+);
+-- What a consumer of a fair group wants: messages of these lanes; those of which it gets much; how large a part of the ids the messages
+-- of each of the 64 are (NULL: it does not know); and the most ids to look among.
+CREATE TYPE lane_wish AS (
+    lanes  bigint,
+    heavy  bigint,
+    shares double precision[],
+    most   bigint
 );
 CREATE TYPE group_cursor AS (
     generation  bigint,
@@ -130,5 +139,6 @@ CREATE TYPE group_cursor AS (
 CREATE TYPE group_lease AS (
     seq     bigint,
     token   uuid,
-    pending int8multirange
+    pending int8multirange,
+    lanes   bigint
 );

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use uuid::Uuid;
 
+use super::fairness::ALL;
 use super::ids::IdSet;
 use super::protocol::{Claimed, ClaimedException, ExceptionReport, LeaseReport, Surplus};
 use super::term::{Term, margin};
@@ -32,6 +33,7 @@ struct Lease {
     term: Arc<Term>,
     /// As the server has it.
     pending: IdSet,
+    lanes: Option<i64>,
     /// Messages with ids below this were fetched.
     fetched_to: i64,
     /// Fetched and not finished.
@@ -59,6 +61,7 @@ struct Exception {
     attempts: i32,
     delays: i32,
     first_failed_at: SystemTime,
+    lane: Option<i16>,
     fetched: bool,
     /// It will not be run here any more.
     left: bool,
@@ -71,6 +74,7 @@ pub(crate) struct Retry {
     pub(crate) attempts: i32,
     pub(crate) delays: i32,
     pub(crate) first_failed_at: SystemTime,
+    pub(crate) lane: Option<i16>,
     pub(crate) term: Arc<Term>,
 }
 
@@ -140,7 +144,7 @@ impl Held {
     /// A lease was claimed by a call that was sent at `sent`; nothing of it is fetched yet. Its term is over when the returned
     /// token is cancelled.
     pub(crate) fn claimed(&mut self, claimed: Claimed, sent: Instant) -> Arc<Term> {
-        let Claimed { seq, token, pending, lease_duration } = claimed;
+        let Claimed { seq, token, pending, lanes, lease_duration } = claimed;
         let fetched_to = pending.first().unwrap_or(i64::MIN);
         self.lease_duration = lease_duration;
         let term = Arc::new(Term::new(sent + lease_duration));
@@ -151,6 +155,7 @@ impl Held {
                 token,
                 term: term.clone(),
                 pending,
+                lanes,
                 fetched_to,
                 open: BTreeSet::new(),
                 left: BTreeSet::new(),
@@ -181,17 +186,29 @@ impl Held {
         Some((Source::Lease { token, seq: lease.seq }, lease.term.clone()))
     }
 
-    /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one.
-    pub(crate) fn unfetched(&self) -> Option<(Uuid, i64, bool)> {
-        let open = |l: &&Lease| !l.is_fetched() && !l.term.is_over();
+    /// A lease with messages that were not fetched yet, the id after which they come, and whether to fetch them one by one. Only
+    /// one that is for none but these lanes.
+    pub(crate) fn unfetched(&self, lanes: i64) -> Option<(Uuid, i64, bool)> {
+        let is_wanted = |l: &Lease| l.lanes.unwrap_or(ALL) & !lanes == 0;
+        let open = |l: &&Lease| !l.is_fetched() && !l.term.is_over() && is_wanted(l);
         let lease = self.leases.values().filter(open).min_by_key(|l| l.seq)?;
         Some((lease.token, lease.fetched_to - 1, lease.one_by_one))
     }
 
-    /// How many ids leases hold beyond what was fetched of them.
-    pub(crate) fn unfetched_ids(&self) -> usize {
+    /// How many ids leases hold beyond what was fetched of them, each with its lanes.
+    pub(crate) fn unfetched_ids(&self) -> Vec<(i64, usize)> {
         let open = self.leases.values().filter(|l| !l.is_fetched() && !l.term.is_over());
-        open.map(|l| l.unfetched().len()).sum()
+        open.map(|l| (l.lanes.unwrap_or(ALL), l.unfetched().len())).collect()
+    }
+
+    /// The lanes of a lease.
+    pub(crate) fn lanes(&self, token: Uuid) -> i64 {
+        self.leases.get(&token).and_then(|l| l.lanes).unwrap_or(ALL)
+    }
+
+    /// The lanes of claimed exceptions whose messages were not fetched yet.
+    pub(crate) fn unfetched_lanes(&self) -> impl Iterator<Item = i16> {
+        self.exceptions.values().filter(|e| !e.fetched && !e.left).filter_map(|e| e.lane)
     }
 
     /// A message of the lease could not be read.
@@ -214,10 +231,11 @@ impl Held {
         let term = Arc::new(Term::new(sent + lease_duration));
         self.batches.insert(token, Batch { term, suspect, count: claimed.len() });
         self.exceptions.extend(claimed.into_iter().map(|c| {
-            let (attempts, delays, first_failed_at) = (c.attempts, c.delays, c.first_failed_at);
+            let ClaimedException { id, attempts, delays, first_failed_at, lane } = c;
+            let (fetched, left) = (false, false);
             let exception =
-                Exception { token, attempts, delays, first_failed_at, fetched: false, left: false };
-            (c.id, exception)
+                Exception { token, attempts, delays, first_failed_at, lane, fetched, left };
+            (id, exception)
         }));
     }
 
@@ -240,6 +258,7 @@ impl Held {
             attempts: exception.attempts,
             delays: exception.delays,
             first_failed_at: exception.first_failed_at,
+            lane: exception.lane,
             term: batch.term.clone(),
         })
     }
@@ -524,6 +543,7 @@ mod tests {
                 seq: 1,
                 token,
                 pending: IdSet::range(range.start, range.end),
+                lanes: None,
                 lease_duration: LEASE,
             },
             Instant::now(),
@@ -554,7 +574,7 @@ mod tests {
     fn nothing_beyond_what_was_fetched_is_done() {
         let (held, token) = held(1..11, &[2, 3], true);
         assert_eq!(done(&held), "{[1,2)}");
-        assert_eq!(held.unfetched(), Some((token, 3, false)));
+        assert_eq!(held.unfetched(ALL), Some((token, 3, false)));
     }
 
     #[test]

@@ -12,6 +12,7 @@
 mod builder;
 mod coordinator;
 mod delivery;
+mod fairness;
 mod gate;
 mod handler;
 mod health;
@@ -26,6 +27,7 @@ mod sieve;
 mod tally;
 mod term;
 mod transaction;
+mod turns;
 mod workers;
 
 use std::time::{Duration, Instant};

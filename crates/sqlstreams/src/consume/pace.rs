@@ -98,6 +98,11 @@ impl Pace {
         self.target
     }
 
+    /// How many of those that wait may be of one lane before the others get room beside them.
+    pub(crate) fn share(&self) -> usize {
+        (self.target / 4).max(1)
+    }
+
     /// How many of those held had better be left to others: none as long as it is not far too many.
     pub(crate) fn surplus(&self, held: usize) -> usize {
         let enough = self.target.max(self.least);

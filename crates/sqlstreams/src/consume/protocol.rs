@@ -10,6 +10,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
+use super::fairness::Wish;
 use super::ids::IdSet;
 use crate::client::{BOOKKEEPING, answered, run, transact, within};
 use crate::error::{Error, ErrorKind, Result};
@@ -31,6 +32,8 @@ pub(crate) struct Claimed {
     pub(crate) seq: i64,
     pub(crate) token: Uuid,
     pub(crate) pending: IdSet,
+    /// The lanes it is for, where it is not for all.
+    pub(crate) lanes: Option<i64>,
     pub(crate) lease_duration: Duration,
 }
 
@@ -42,6 +45,8 @@ pub(crate) struct ClaimedException {
     pub(crate) attempts: i32,
     pub(crate) delays: i32,
     pub(crate) first_failed_at: SystemTime,
+    /// In a fair group.
+    pub(crate) lane: Option<i16>,
 }
 
 /// What is to be said of one lease.
@@ -71,8 +76,11 @@ pub(crate) struct Advanced {
     pub(crate) limited: bool,
     /// The rate limit is used up for so long.
     pub(crate) wait: Option<Duration>,
-    /// In a group with bindings: how many ids the claim is about. There may be none of them to hand out.
+    /// In a group with bindings or a fair one: how many ids the claim is about. There may be none of them to hand out.
     pub(crate) looked_at: Option<usize>,
+    /// In a fair group: the lanes the claim is for, and those of which there is more to read.
+    pub(crate) lanes: Option<i64>,
+    pub(crate) unread: Option<i64>,
     /// Its first messages. That they cannot be read does not undo the claim.
     pub(crate) page: Result<Page>,
 }
@@ -109,8 +117,8 @@ pub(crate) struct Protocol {
 }
 
 impl Protocol {
-    /// Reports leases, claims up to `limit` ids under `token`, or in a group with bindings `width` of them, and fetches up to
-    /// `limit` messages, in one round trip.
+    /// Reports leases, claims up to `limit` ids under `token`, or in a group with bindings `width` of them and in a fair one up to
+    /// `width` as is wished, and fetches up to `limit` messages, in one round trip.
     pub(crate) async fn advance(
         &self,
         reports: &[LeaseReport],
@@ -118,6 +126,7 @@ impl Protocol {
         limit: i64,
         width: i64,
         bytes: i64,
+        wish: &Wish,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
         let failed = |e| Error::from_driver(e, doing);
@@ -137,7 +146,7 @@ impl Protocol {
         let delays: Vec<Option<f64>> = failures().map(|f| f.2.delay).collect();
 
         let advance = &self.stream.client.inner.queries.advance;
-        let advance_params: [&(dyn ToSql + Sync); 14] = [
+        let advance_params: [&(dyn ToSql + Sync); 17] = [
             &self.stream.id,
             &self.group,
             &seqs,
@@ -152,6 +161,9 @@ impl Protocol {
             &token,
             &owner,
             &width,
+            &wish.lanes,
+            &wish.heavy,
+            &wish.shares,
         ];
         let client = &self.stream.client;
         let connection = client.connection(doing).await?;
@@ -190,6 +202,7 @@ impl Protocol {
                 seq,
                 token,
                 pending: parse_ids(row.get(2))?,
+                lanes: row.get(8),
                 lease_duration: milliseconds(row.get(3)),
             }),
         };
@@ -200,6 +213,8 @@ impl Protocol {
             limited: row.get(5),
             wait: row.get::<_, Option<i64>>(6).map(milliseconds),
             looked_at: row.get::<_, Option<i64>>(7).map(|ids| usize::try_from(ids).unwrap_or(0)),
+            lanes: row.get(8),
+            unread: row.get(9),
             page,
         })
     }
@@ -264,17 +279,18 @@ impl Protocol {
         Ok(one(self.rows(query, &[&self.stream.id], doing).await?, doing)?.get(0))
     }
 
-    /// Claims exceptions that are due.
+    /// Claims exceptions that are due; in a fair group of these lanes.
     pub(crate) async fn take_exceptions(
         &self,
         token: Uuid,
         limit: i64,
         suspect: bool,
         due_from: Option<SystemTime>,
+        lanes: i64,
     ) -> Result<ClaimedExceptions> {
         let owner = self.owner();
-        let params: [&(dyn ToSql + Sync); 7] =
-            [&self.stream.id, &self.group, &token, &limit, &suspect, &due_from, &owner];
+        let params: [&(dyn ToSql + Sync); 8] =
+            [&self.stream.id, &self.group, &token, &limit, &suspect, &due_from, &owner, &lanes];
         let take = &self.stream.client.inner.queries.take_exceptions;
         let rows = self.rows(take, &params, "claim exceptions").await?;
         Ok(ClaimedExceptions {
@@ -285,6 +301,7 @@ impl Protocol {
                     attempts: row.get(1),
                     delays: row.get(4),
                     first_failed_at: row.get(5),
+                    lane: row.get(6),
                 })
                 .collect(),
             earliest_due: rows.iter().map(|row| row.get(2)).min(),

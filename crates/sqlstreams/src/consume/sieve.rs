@@ -74,6 +74,11 @@ impl Sieve {
         width.min(most).max(messages)
     }
 
+    /// The most ids to look among.
+    pub(crate) fn most(&self) -> usize {
+        self.most
+    }
+
     /// How many messages are expected among so many ids; none where there are no bindings.
     pub(crate) fn expected(&self, ids: usize) -> usize {
         if self.bound { (ids as f64 * self.share.0) as usize } else { 0 }

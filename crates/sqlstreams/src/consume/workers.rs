@@ -17,6 +17,7 @@ use super::handler::Runner;
 use super::held::Source;
 use super::term::Term;
 use super::transaction::Open;
+use super::turns::{LANES, Turns};
 use crate::message::RawMessage;
 use crate::outcome::Verdict;
 
@@ -74,27 +75,28 @@ pub(crate) struct Queue {
 /// wait leaves every second place to the others.
 #[derive(Debug, Default)]
 struct Jobs {
-    rows: [VecDeque<Job>; 2],
-    turn: usize,
+    /// In a fair group they take turns themselves.
+    came: Turns<Job>,
+    waited: VecDeque<Job>,
+    waited_next: bool,
 }
-
-/// Where messages stand as they came, and where those do that waited for one of their key.
-const CAME: usize = 0;
-const WAITED: usize = 1;
 
 impl Jobs {
     fn len(&self) -> usize {
-        self.rows.iter().map(VecDeque::len).sum()
+        self.came.len() + self.waited.len()
     }
 
     fn take(&mut self) -> Option<Job> {
-        self.turn = 1 - self.turn;
-        let [turn, other] = [self.turn, 1 - self.turn];
-        self.rows[turn].pop_front().or_else(|| self.rows[other].pop_front())
+        self.waited_next = !self.waited_next;
+        match self.waited_next {
+            true => self.waited.pop_front().or_else(|| self.came.pop_front()),
+            false => self.came.pop_front().or_else(|| self.waited.pop_front()),
+        }
     }
 
     fn retain(&mut self, mut keep: impl FnMut(&Job) -> bool) {
-        self.rows.iter_mut().for_each(|row| row.retain(&mut keep));
+        self.came.retain(&mut keep);
+        self.waited.retain(keep);
     }
 }
 
@@ -205,7 +207,7 @@ impl Queue {
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = Job>) {
         let mut queue = self.lock();
         let before = queue.len();
-        queue.rows[CAME].extend(jobs);
+        jobs.into_iter().for_each(|job| queue.came.push_back(self.lane(&job), job));
         let added = queue.len() - before;
         drop(queue);
         self.unfinished.fetch_add(added, Ordering::Relaxed);
@@ -215,6 +217,16 @@ impl Queue {
     /// How many jobs no worker has taken yet.
     pub(crate) fn waiting(&self) -> usize {
         self.lock().len()
+    }
+
+    /// How many of them are in each lane.
+    pub(crate) fn waiting_by_lane(&self) -> [usize; LANES] {
+        self.lock().came.by_lane()
+    }
+
+    /// The lane in which a job waits: order by key is more than fairness.
+    fn lane(&self, job: &Job) -> Option<i16> {
+        job.message.lane.filter(|_| self.gate.is_none())
     }
 
     /// How many jobs are in the queue or with a worker.
@@ -263,7 +275,7 @@ impl Queue {
             let Some(finished) = finished.iter_mut().find(|f| f.id == id) else { continue };
             let again = !matches!(finished.verdict.outcome, "ok" | "dead");
             if let Some(next) = gate.ended(&key, again) {
-                queue.rows[WAITED].push_back(next);
+                queue.waited.push_back(next);
                 added += 1;
             }
             finished.key = Some(key);
@@ -289,7 +301,7 @@ impl Queue {
         let mut queue = self.lock();
         let waiting = gate.clear(key);
         let added = waiting.len();
-        waiting.into_iter().rev().for_each(|job| queue.rows[CAME].push_front(job));
+        waiting.into_iter().rev().for_each(|job| queue.came.push_front(None, job));
         drop(queue);
         self.ready.add_permits(added);
     }
@@ -297,9 +309,8 @@ impl Queue {
     /// Takes the last jobs back, at most so many, that no worker has taken yet.
     pub(crate) fn take_last(&self, most: usize) -> Vec<(Source, i64)> {
         let mut jobs = self.lock();
-        let came = &mut jobs.rows[CAME];
-        let kept = came.len().saturating_sub(most);
-        let taken: Vec<_> = came.split_off(kept).iter().map(Job::place).collect();
+        let taken = jobs.came.take_last(most, |job| job.message.id);
+        let taken: Vec<_> = taken.iter().map(Job::place).collect();
         drop(jobs);
         self.unfinished.fetch_sub(taken.len(), Ordering::Relaxed);
         taken
@@ -337,6 +348,10 @@ impl Queue {
                 continue;
             }
             let mut jobs: Vec<Job> = std::iter::from_fn(|| queue.take()).take(count).collect();
+            if self.gate.is_none() && count > 1 {
+                // Of several lanes, but in order.
+                jobs.sort_by_key(|job| job.message.lane.map(|_| job.message.id));
+            }
             // Under the lock, or a key could be forgotten between the two.
             if let Some(gate) = &self.gate {
                 jobs = jobs.into_iter().filter_map(|job| gate.admit(job)).collect();

@@ -22,6 +22,8 @@ mod economics;
 mod exactly_once;
 mod exceptions;
 mod expiry;
+mod fair;
+mod fair_places;
 mod fence;
 mod fence_restart;
 mod flow;

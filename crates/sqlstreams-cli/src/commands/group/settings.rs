@@ -51,7 +51,7 @@ pub(super) struct Settings {
     /// At most so many messages per second; 0 for no limit
     #[arg(long, value_name = "N", allow_negative_numbers = true)]
     rate_limit: Option<f64>,
-    /// How messages are handed out: parallel or ordered
+    /// How messages are handed out: parallel, ordered or fair
     #[arg(long, value_name = "MODE", value_parser = values::mode)]
     mode: Option<Mode>,
     /// Of each key only the newest message, in a compacted stream

@@ -55,13 +55,14 @@ impl Coordinator {
             }
         }
         let mut jobs = Vec::with_capacity(page.messages.len());
-        for message in page.messages {
+        for mut message in page.messages {
             if let Some(retry) = self.holding.lock().fetched_exception(message.id) {
                 let history = History {
                     attempts: u32::try_from(retry.attempts).unwrap_or(0),
                     delays: u32::try_from(retry.delays).unwrap_or(0),
                     first_failed_at: Some(retry.first_failed_at),
                 };
+                message.lane = retry.lane;
                 jobs.push(Job { source: retry.source, message, history, term: retry.term });
             }
         }
@@ -79,12 +80,19 @@ impl Coordinator {
         self.suspect.is_some()
     }
 
-    pub(super) async fn claim_exceptions(&mut self, limit: usize, suspect: bool) -> Result<()> {
+    /// Claims exceptions that are due, of these lanes in a fair group.
+    pub(super) async fn claim_exceptions(
+        &mut self,
+        limit: usize,
+        suspect: bool,
+        lanes: i64,
+    ) -> Result<()> {
         let (token, limit) = (Uuid::new_v4(), limit.min(MOST));
         // Suspects are few, and may have waited for long.
         let due_from = if suspect { None } else { self.watch.due_from() };
         let sent = Instant::now();
-        let claimed = self.protocol.take_exceptions(token, limit as i64, suspect, due_from).await;
+        let claimed =
+            self.protocol.take_exceptions(token, limit as i64, suspect, due_from, lanes).await;
         if suspect {
             // Unless one is held, which is seen to below.
             let permit = self.suspect.take();

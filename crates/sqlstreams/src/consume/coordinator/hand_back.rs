@@ -6,6 +6,7 @@ use uuid::Uuid;
 
 use super::{Coordinator, TROUBLE};
 use crate::backoff::jittered;
+use crate::consume::fairness::ALL;
 use crate::consume::later;
 use crate::consume::protocol::LeaseReport;
 use crate::error::Result;
@@ -50,12 +51,19 @@ impl Coordinator {
     pub(super) async fn hand_back_surplus(&mut self) -> Result<bool> {
         let (held, unfetched) = {
             let held = self.holding.lock();
-            (held.messages(), if self.sieve.is_bound() { held.unfetched_ids() } else { 0 })
+            let unfetched = if self.sieve.is_bound() { held.unfetched_ids() } else { Vec::new() };
+            (held.messages(), unfetched)
         };
+        let expected = |(lanes, ids): &(i64, usize)| match self.fairness.is_fair() {
+            true => self.fairness.expected(*lanes, *ids),
+            false => self.sieve.expected(*ids),
+        };
+        let expected: usize = unfetched.iter().map(expected).sum();
+        let unfetched: usize = unfetched.iter().map(|(_, ids)| ids).sum();
         // More of a range turned out to be for the group than was expected, or the group has got a limit since: what was not
         // fetched is nobody's as yet.
         let unfetched = self.limited && unfetched > MOST_COUNTED
-            || self.pace.surplus(held + self.sieve.expected(unfetched)) > self.pace.surplus(held);
+            || self.pace.surplus(held + expected) > self.pace.surplus(held);
         let surplus = self.pace.surplus(held);
         if surplus > 0 {
             let taken = self.queue.take_last(surplus);
@@ -147,7 +155,7 @@ impl Coordinator {
             self.settle_exceptions().await?;
         }
         if self.holding.lock().has_news(false) {
-            self.advance(0).await?;
+            self.advance(0, ALL).await?;
         }
         while let Some(orphan) = self.orphans.last() {
             self.protocol.release_claim(*orphan).await?;

@@ -14,12 +14,14 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio::task::JoinHandle;
 use uuid::Uuid;
 
+use super::fairness::{ALL, Fairness};
 use super::health::{Activity, Health};
 use super::held::Source;
 use super::keeper::{Holding, give_up};
 use super::pace::Pace;
 use super::protocol::Protocol;
 use super::sieve::Sieve;
+use super::turns::LANES;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings, sleep_until};
 use crate::backoff::Backoff;
@@ -45,6 +47,7 @@ pub(super) struct Coordinator {
     health: Health,
     pace: Pace,
     sieve: Sieve,
+    fairness: Fairness,
     consumed: Consumed,
     /// What may be there to claim, as far as is known.
     seen: Seen,
@@ -95,6 +98,7 @@ impl Coordinator {
             // Not nothing, if it has begun again.
             consumed: settings.health.snapshot().consumed,
             sieve: Sieve::new(),
+            fairness: Fairness::new(),
             health: settings.health.clone(),
             protocol,
             settings,
@@ -173,7 +177,11 @@ impl Coordinator {
         #[cfg(test)]
         self.protocol.stream.client.inner.faults.strike(crate::supervision::Task::Coordinator);
         let now = Instant::now();
-        self.seen.add(self.watch.take());
+        let seen = self.watch.take();
+        if seen.fresh {
+            self.fairness.news();
+        }
+        self.seen.add(seen);
         let paused = self.watch.is_paused();
         self.queue.pause(paused);
         if self.hand_back_spent().await? {
@@ -186,12 +194,12 @@ impl Coordinator {
             self.settle_exceptions().await?;
             return Ok(true);
         }
-        let room = self.pace.room(self.holding.lock().messages(), self.limited);
+        let (room, lanes) = self.room();
         let hungry = self.queue.waiting() < self.settings.concurrency * self.settings.batch_size;
         if hungry && self.fetch_exceptions().await? {
             return Ok(true);
         }
-        let unfetched = self.holding.lock().unfetched();
+        let unfetched = self.holding.lock().unfetched(lanes);
         if room > 0
             && let Some((token, after, one_by_one)) = unfetched
         {
@@ -205,24 +213,50 @@ impl Coordinator {
         }
         let open = !paused && now >= self.not_before;
         if open && self.seen.suspect && self.may_take_suspect() {
-            self.claim_exceptions(1, true).await?;
+            self.claim_exceptions(1, true, ALL).await?;
             return Ok(true);
         }
-        let log = open && room > 0 && (self.seen.fresh || self.seen.lapsed);
+        let fresh = self.seen.fresh && self.fairness.has_unread(lanes);
+        let log = open && room > 0 && (fresh || self.seen.lapsed);
         let due = open && room > 0 && self.seen.due && (self.exceptions_next || !log);
         let news = self.holding.lock().has_news(self.limited) && self.news_are_due(now);
         // Where there is a limit, what was finished makes room first: for exceptions, or they would wait for the log to end,
         // and else for the next of the log.
         if due && !(self.limited && news) {
-            self.claim_exceptions(room, false).await?;
+            self.claim_exceptions(room, false, lanes).await?;
             return Ok(true);
         }
         if log || news {
             let claim = !due && (log || open && self.limited);
-            self.advance(if claim { room } else { 0 }).await?;
+            self.advance(if claim { room } else { 0 }, lanes).await?;
             return Ok(true);
         }
         Ok(false)
+    }
+
+    /// For how many messages there is room, and of which lanes. In a fair group what waits of a lane beyond its share leaves the room to
+    /// the others: they would wait behind it. So less than three times as much as elsewhere is held, whatever comes.
+    fn room(&self) -> (usize, i64) {
+        let held = self.holding.lock();
+        let messages = held.messages();
+        let room = self.pace.room(messages, self.limited);
+        if room > 0 || !self.fairness.is_fair() {
+            return (room, ALL);
+        }
+        let mut waiting = self.queue.waiting_by_lane();
+        for lane in held.unfetched_lanes() {
+            waiting[lane as usize % LANES] += 1;
+        }
+        drop(held);
+        let (mut full, mut beyond) = (0, 0);
+        for (lane, waiting) in waiting.into_iter().enumerate() {
+            if waiting > self.pace.share() {
+                full |= 1 << lane;
+                beyond += waiting - self.pace.share();
+            }
+        }
+        let room = self.pace.room(messages.saturating_sub(beyond), self.limited);
+        (if full == 0 { 0 } else { room }, !full)
     }
 
     /// A message that the server cannot hand out is a dead letter.

@@ -6,18 +6,24 @@ use uuid::Uuid;
 
 use super::Coordinator;
 use crate::consume::delivery::History;
+use crate::consume::fairness::ALL;
 use crate::consume::protocol::Page;
 use crate::consume::workers::Job;
 use crate::error::{ErrorKind, Result};
 use crate::partitions;
 
 impl Coordinator {
-    pub(super) async fn advance(&mut self, limit: usize) -> Result<()> {
+    /// Tells what there is to tell, and claims for so many messages of these lanes.
+    pub(super) async fn advance(&mut self, limit: usize, lanes: i64) -> Result<()> {
         let reports = self.holding.lock().news(self.limited);
         let token = Uuid::new_v4();
         let (sent, bytes) = (Instant::now(), self.pace.fetch_bytes());
-        let width = self.sieve.width(limit, self.limited);
-        let call = self.protocol.advance(&reports, token, limit as i64, width as i64, bytes);
+        let width = match self.fairness.is_fair() {
+            true => self.sieve.most(),
+            false => self.sieve.width(limit, self.limited),
+        };
+        let wish = self.fairness.wish(lanes);
+        let call = self.protocol.advance(&reports, token, limit as i64, width as i64, bytes, &wish);
         let advanced = self.unless_orphaned(token, call.await, limit > 0)?;
         self.exceptions_next = true;
         self.limited = advanced.limited;
@@ -28,6 +34,7 @@ impl Coordinator {
         self.told();
         if limit > 0 {
             self.sieve.looked_at(advanced.looked_at, sent.elapsed());
+            self.fairness.answered(advanced.unread);
         }
         match advanced.claimed {
             Some(claimed) => {
@@ -40,21 +47,38 @@ impl Coordinator {
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
                 let ids = last.zip(first).map_or(0, |(last, first)| (last - first + 1) as usize);
                 let ids = advanced.looked_at.unwrap_or(ids);
-                let short = ids < asked;
+                let short = match advanced.unread {
+                    Some(unread) => unread == 0,
+                    None => ids < asked,
+                };
+                if short && self.limited {
+                    // Who knows what the limit left.
+                    self.fairness.news();
+                }
                 if short && !self.limited {
                     self.seen.fresh = false;
                 }
                 self.watch.claimed(last, short);
                 self.holding.lock().claimed(claimed, sent);
                 self.holding.grown();
-                self.sift(first, ids, &advanced.page);
+                self.sift(advanced.lanes, first, ids, &advanced.page);
                 self.fetched(token, limit, advanced.page)?;
             }
             // None of these was for the group: on to the next.
             None if advanced.looked_at.is_some_and(|ids| ids > 0) => {
                 let ids = advanced.looked_at.unwrap_or(0);
                 self.sieve.found(0, ids);
+                self.fairness.found(advanced.lanes.unwrap_or(ALL), ids, std::iter::empty());
                 self.watch.claimed(None, ids < width);
+            }
+            // What there is is of lanes of which enough is held.
+            None if limit > 0
+                && advanced.wait.is_none()
+                && self.fairness.is_fair()
+                && lanes != ALL =>
+            {
+                self.fairness.exhausted(lanes);
+                self.seen.lapsed = false;
             }
             None if limit > 0 && advanced.wait.is_none() => {
                 self.watch.claimed_nothing();
@@ -66,7 +90,7 @@ impl Coordinator {
     }
 
     /// Learns from the first messages of a lease how many of its ids are for the group.
-    fn sift(&mut self, first: Option<i64>, ids: usize, page: &Result<Page>) {
+    fn sift(&mut self, lanes: Option<i64>, first: Option<i64>, ids: usize, page: &Result<Page>) {
         let Ok(page) = page else { return };
         // Those beyond the last message were not looked at.
         let seen = match (page.messages.last(), first) {
@@ -74,6 +98,7 @@ impl Coordinator {
             _ => ids,
         };
         self.sieve.found(page.messages.len(), seen);
+        self.fairness.found(lanes.unwrap_or(ALL), seen, lanes_of(page));
     }
 
     /// A claim that may have been made without our learning of it is handed back as soon as that can be said.
@@ -106,7 +131,10 @@ impl Coordinator {
                     && page.more
                     && let Some(last) = page.messages.last()
                 {
-                    self.sieve.found(page.messages.len(), (last.id - after) as usize);
+                    let (ids, lanes) =
+                        ((last.id - after) as usize, self.holding.lock().lanes(token));
+                    self.sieve.found(page.messages.len(), ids);
+                    self.fairness.found(lanes, ids, lanes_of(page));
                 }
                 self.fetched(token, limit, page)
             }
@@ -137,4 +165,8 @@ impl Coordinator {
             Err(error) => Err(error),
         }
     }
+}
+
+fn lanes_of(page: &Page) -> impl Iterator<Item = i16> {
+    page.messages.iter().filter_map(|message| message.lane)
 }

@@ -214,6 +214,7 @@ fn exceptions(row: &Row) -> Vec<ClaimedException> {
             id,
             attempts,
             delays,
+            lane: None,
             first_failed_at,
         })
         .collect()

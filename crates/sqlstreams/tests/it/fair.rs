@@ -1,0 +1,479 @@
+//! Fair groups: where very many messages of one tenant wait, those of the others do not wait behind them.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sqlstreams::{CancellationToken, Client, Delivery, Mode, Outgoing, RetryPolicy, Start, Stream};
+
+use crate::child::Process;
+use crate::journal::{Script, What};
+use crate::scene::Scene;
+use crate::support::{client, client_at, count, database, eventually, until};
+
+const BIG: &str = "big";
+
+async fn send(stream: &Stream<u64>, keys: impl IntoIterator<Item = String>) {
+    let payload = 0;
+    let all: Vec<String> = keys.into_iter().collect();
+    for batch in all.chunks(5_000) {
+        let messages = batch.iter().map(|key| Outgoing::new(&payload).key(key.as_str()));
+        stream.producer().send_all(messages).await.unwrap();
+    }
+}
+
+async fn send_big(stream: &Stream<u64>, messages: usize) {
+    send(stream, std::iter::repeat_n(BIG.to_owned(), messages)).await;
+}
+
+/// 300 tenants with 4 messages each.
+fn small() -> impl Iterator<Item = String> {
+    (0..1_200).map(|n| format!("t{}", n % 300))
+}
+
+/// Those of the tenants that share a lane with the big one.
+async fn neighbours(db: &tokio_postgres::Client) -> BTreeSet<String> {
+    let sql = "SELECT DISTINCT key FROM sqlstreams.message_log_1 WHERE sqlstreams.lane_of(key, id) = sqlstreams.lane_of('big', 0) AND key <> 'big'";
+    db.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect()
+}
+
+/// Consumes until `enough` messages of others than the big tenant were handled, and returns, for each of them, how many of the
+/// big one's were before it.
+async fn handled_before(
+    consumer: sqlstreams::ConsumerBuilder<u64>,
+    work: Duration,
+    enough: usize,
+) -> Vec<(String, usize)> {
+    let (big, others) = (Arc::new(AtomicUsize::new(0)), Arc::new(Mutex::new(Vec::new())));
+    let stop = CancellationToken::new();
+    let (counted, noted, stopping) = (big.clone(), others.clone(), stop.clone());
+    consumer
+        .stop_on(stop)
+        .run(move |message: Delivery<u64>| {
+            let key = message.key.clone().unwrap();
+            match key == BIG {
+                true => {
+                    counted.fetch_add(1, Ordering::SeqCst);
+                }
+                false => {
+                    let mut others = noted.lock().unwrap();
+                    others.push((key, counted.load(Ordering::SeqCst)));
+                    if others.len() >= enough {
+                        stopping.cancel();
+                    }
+                }
+            }
+            async move {
+                if !work.is_zero() {
+                    tokio::time::sleep(work).await;
+                }
+            }
+        })
+        .await
+        .unwrap();
+    std::mem::take(&mut others.lock().unwrap())
+}
+
+/// The most messages of the big tenant that anybody waits for.
+const BOUND: usize = 1_000;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_171_a_tenant_with_very_many_messages_delays_nobody() {
+    let work = Duration::from_millis(1);
+    for (backlog, mode) in [(20_000, Mode::Parallel), (20_000, Mode::Fair), (100_000, Mode::Fair)] {
+        let (client, db) = client().await;
+        let stream = client.stream::<u64>("s").create().await.unwrap();
+        let group = stream.group("g").mode(mode).create().await.unwrap();
+        send_big(&stream, backlog).await;
+        send(&stream, ["single".to_owned()].into_iter().chain(small())).await;
+        let neighbours = neighbours(&db).await;
+        let all_but_neighbours = 1_201 - 4 * neighbours.len();
+        let work = if mode == Mode::Fair { work } else { Duration::ZERO };
+        let consumer = group.consumer().concurrency(4);
+        let before = handled_before(consumer, work, all_but_neighbours).await;
+        let of_others = before.iter().filter(|(key, _)| !neighbours.contains(key));
+        let most = of_others.map(|(_, before)| *before).max().unwrap();
+        let single = before.iter().find(|(key, _)| key == "single").unwrap().1;
+        println!(
+            "{mode}, {backlog}: {single} before the single message, at most {most}; {} share the lane",
+            neighbours.len()
+        );
+        match mode {
+            Mode::Fair => assert!(most < BOUND, "{most} of {backlog}"),
+            _ => assert!(single > backlog - 100, "{single} of {backlog}: this shows nothing"),
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_comes_later_is_handled_at_once() {
+    let (client, _) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").fair().create().await.unwrap();
+    send_big(&stream, 30_000).await;
+    let sending = {
+        let stream = stream.clone();
+        tokio::spawn(async move {
+            for n in 0..20 {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                send(&stream, [format!("{n} {:?}", Instant::now())]).await;
+            }
+        })
+    };
+    // One at a time: what a consumer holds of the big tenant is next to nothing.
+    let late = Arc::new(Mutex::new(Vec::new()));
+    let (noted, stop) = (late.clone(), CancellationToken::new());
+    let big = Arc::new(AtomicUsize::new(0));
+    let (counted, stopping) = (big.clone(), stop.clone());
+    let consumer = group.consumer().concurrency(2).stop_on(stop);
+    let consumed = consumer.run(move |message: Delivery<u64>| {
+        match message.key.as_deref() {
+            Some(BIG) => {
+                counted.fetch_add(1, Ordering::SeqCst);
+            }
+            _ => {
+                let since = message.produced_at.elapsed().unwrap();
+                let mut noted = noted.lock().unwrap();
+                noted.push(since);
+                if noted.len() == 20 {
+                    stopping.cancel();
+                }
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(2))
+    });
+    consumed.await.unwrap();
+    sending.await.unwrap();
+    let mut late = std::mem::take(&mut *late.lock().unwrap());
+    late.sort_unstable();
+    let big = big.load(Ordering::SeqCst);
+    println!(
+        "{:?} in the median, {:?} at most; {big} of the big tenant meanwhile",
+        late[10], late[19]
+    );
+    // The big tenant has work for much longer, and goes on in between.
+    assert!(late[10] < Duration::from_secs(1), "{late:?}");
+    assert!(big > 200 && big < 25_000, "{big}");
+}
+
+/// Skewed keys, flaky handlers, consumers of all sizes: each message ends well once.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_crashes_every_message_is_handled_once() {
+    for transactional in [false, true] {
+        let url = database().await;
+        let (client, db) = client_at(&url).await;
+        let stream = client.stream::<u64>("s").create().await.unwrap();
+        let retry = RetryPolicy::attempts(10).backoff(Duration::ZERO, 1.0, Duration::ZERO);
+        stream.group("g").fair().retry(retry).create().await.unwrap();
+        db.batch_execute("CREATE TABLE effect (id bigint)").await.unwrap();
+        let messages: u64 = if transactional { 1_500 } else { 6_000 };
+        let key = |n: u64| match n {
+            _ if n % 3_000 < 1_500 && n % 20 > 0 => BIG.to_owned(),
+            _ if n % 3 == 0 => "other".to_owned(),
+            _ => format!("k{}", n % 97),
+        };
+        let producing = {
+            let stream = stream.clone();
+            tokio::spawn(async move {
+                for first in (0..messages).step_by(100) {
+                    let numbers: Vec<u64> = (first..first + 100).collect();
+                    let batch = numbers.iter().map(|n| match n % 50 {
+                        7 => Outgoing::new(n),
+                        _ => Outgoing::new(n).key(key(*n)),
+                    });
+                    stream.producer().send_all(batch).await.unwrap();
+                    tokio::time::sleep(Duration::from_millis(fastrand::u64(0..20))).await;
+                }
+            })
+        };
+        let handled = Arc::new(Mutex::new(HashMap::<u64, usize>::new()));
+        let stop = CancellationToken::new();
+        let mut consumers = Vec::new();
+        for (number, concurrency) in [1, 3, 8, 16].into_iter().enumerate() {
+            let client = Client::connect(&url).await.unwrap();
+            let group = client.stream::<u64>("s").open().await.unwrap().group("g");
+            let consumer = group.consumer().concurrency(concurrency).stop_on(stop.clone());
+            let handled = handled.clone();
+            consumers.push(tokio::spawn(async move {
+                if transactional && number > 0 {
+                    return consumer
+                        .run_transactional(move |message: Delivery<u64>, tx| {
+                            let handled = handled.clone();
+                            async move {
+                                let id = message.id;
+                                tx.execute("INSERT INTO effect VALUES ($1)", &[&id]).await?;
+                                if fastrand::u8(0..20) == 0 {
+                                    tx.execute("SELECT 1 / 0", &[]).await?;
+                                }
+                                *handled.lock().unwrap().entry(message.payload).or_default() += 1;
+                                Ok::<_, tokio_postgres::Error>(())
+                            }
+                        })
+                        .await;
+                }
+                consumer
+                    .run(move |message: Delivery<u64>| {
+                        let handled = handled.clone();
+                        async move {
+                            tokio::time::sleep(Duration::from_micros(fastrand::u64(0..3_000)))
+                                .await;
+                            if fastrand::u8(0..20) == 0 {
+                                return Err("by chance");
+                            }
+                            *handled.lock().unwrap().entry(message.payload).or_default() += 1;
+                            Ok(())
+                        }
+                    })
+                    .await
+            }));
+        }
+        producing.await.unwrap();
+        let resolved =
+            "SELECT sqlstreams.is_resolved(1, 1, sqlstreams.stream_head(1))::int::bigint";
+        until("all are resolved", Duration::from_secs(90), async || {
+            count(&db, resolved).await == 1
+        })
+        .await;
+        stop.cancel();
+        for consumer in consumers {
+            consumer.await.unwrap().unwrap();
+        }
+        let handled = handled.lock().unwrap();
+        let repeated: Vec<_> = handled.iter().filter(|(_, times)| **times > 1).collect();
+        assert_eq!(
+            (handled.len() as u64, repeated),
+            (messages, vec![]),
+            "transactional: {transactional}"
+        );
+        let sql = "SELECT count(*) - count(DISTINCT id) FROM effect";
+        assert_eq!(count(&db, sql).await, 0);
+        for table in ["consumer_lease_1", "exception_queue_1", "consumer_done_1"] {
+            assert_eq!(
+                count(&db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await,
+                0,
+                "{table}"
+            );
+        }
+    }
+}
+
+/// How long there is trouble, in seconds.
+fn trouble() -> Duration {
+    let seconds = std::env::var("SQLSTREAMS_FAIR_SECONDS").ok().and_then(|s| s.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(8))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn nothing_is_lost_whatever_is_killed_or_frozen() {
+    let scene = Scene::new("s", 0, Duration::from_secs(1)).await;
+    scene.group.set_mode(Mode::Fair).await.unwrap();
+    let begun = Instant::now();
+    let producing = {
+        let stream = scene.stream.clone();
+        tokio::spawn(async move {
+            let mut next = 0;
+            while begun.elapsed() < trouble() {
+                let numbers: Vec<u64> = (next..next + 60).collect();
+                let burst = fastrand::bool();
+                let batch = numbers.iter().map(|n| {
+                    Outgoing::new(n).key(if burst {
+                        BIG.to_owned()
+                    } else {
+                        format!("k{}", n % 80)
+                    })
+                });
+                stream.producer().send_all(batch).await.unwrap();
+                next += 60;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            next
+        })
+    };
+    let (mut number, mut killed, mut frozen) = (0, 0, 0);
+    let mut start = || {
+        number += 1;
+        scene.process(number, 6, Script::Flaky(3_000))
+    };
+    let mut processes: Vec<Process> = (0..4).map(|_| start()).collect();
+    while begun.elapsed() < trouble() {
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(100..400))).await;
+        let at = fastrand::usize(0..processes.len());
+        if fastrand::bool() {
+            std::mem::replace(&mut processes[at], start()).kill();
+            killed += 1;
+        } else {
+            processes[at].freeze();
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(200..1_800))).await;
+            processes[at].thaw();
+            frozen += 1;
+        }
+    }
+    let messages = producing.await.unwrap();
+    scene.until_resolved(90).await;
+    for process in processes {
+        process.stop().await;
+    }
+    let sql = "SELECT m.payload::text::bigint FROM sqlstreams.exception_queue_1 AS e JOIN sqlstreams.message_log_1 AS m ON m.id = e.message_id WHERE state = 'dead'";
+    let rows = scene.db.query(sql, &[]).await.unwrap();
+    let dead: BTreeSet<u64> = rows.iter().map(|row| row.get::<_, i64>(0) as u64).collect();
+    let done = scene.journal.times(What::Done);
+    let lost = (0..messages).filter(|n| !done.contains_key(n) && !dead.contains(n)).count();
+    let repeated = done.values().filter(|times| **times > 1).count();
+    println!(
+        "{messages} messages, {killed} killed, {frozen} frozen, {} dead, {repeated} repeated",
+        dead.len()
+    );
+    assert_eq!(lost, 0);
+    for table in ["consumer_lease_1", "consumer_done_1"] {
+        assert_eq!(
+            count(&scene.db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await,
+            0,
+            "{table}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_limit_lets_tenants_take_turns() {
+    let (client, _) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").fair().max_in_flight(2).create().await.unwrap();
+    send_big(&stream, 5_000).await;
+    send(&stream, ["single".to_owned()]).await;
+    let before = handled_before(group.consumer().concurrency(4), Duration::ZERO, 1).await;
+    println!("{before:?}");
+    assert!(before[0].1 < 200, "{before:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bindings_and_pauses_hold_in_fair_groups() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").fair().bind("a.#").create().await.unwrap();
+    let numbers: Vec<u64> = (0..8_000).collect();
+    let batch = numbers.iter().map(|n| {
+        let key = if n % 100 < 95 { BIG.to_owned() } else { format!("k{n}") };
+        Outgoing::new(n).key(key).routing_key(if n % 4 == 0 { "a.x" } else { "b" })
+    });
+    stream.producer().send_all(batch).await.unwrap();
+    let handled = Arc::new(Mutex::new(BTreeMap::<u64, usize>::new()));
+    let (noted, stop) = (handled.clone(), CancellationToken::new());
+    let consumer = group.consumer().concurrency(4).stop_on(stop.clone());
+    let consuming = tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+        *noted.lock().unwrap().entry(message.payload).or_default() += 1;
+        tokio::time::sleep(Duration::from_millis(1))
+    }));
+    eventually(async || handled.lock().unwrap().len() > 100).await;
+    group.pause().await.unwrap();
+    eventually(async || {
+        count(&db, "SELECT count(*) FROM sqlstreams.consumer_group_cursor WHERE paused").await == 1
+    })
+    .await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let at = handled.lock().unwrap().len();
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(handled.lock().unwrap().len() <= at + 4);
+    group.resume().await.unwrap();
+    let resolved = "SELECT sqlstreams.is_resolved(1, 1, sqlstreams.stream_head(1))::int::bigint";
+    eventually(async || count(&db, resolved).await == 1).await;
+    stop.cancel();
+    consuming.await.unwrap().unwrap();
+    let handled = handled.lock().unwrap();
+    assert!(handled.iter().all(|(n, times)| n % 4 == 0 && *times == 1));
+    assert_eq!(handled.len(), 2_000);
+    let status = group.status().await.unwrap();
+    assert_eq!((status.mode, status.claimed, status.resolved), (Mode::Fair, 8_000, 8_000));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn failures_of_one_tenant_do_not_delay_the_retries_of_others() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let retry = RetryPolicy::attempts(20).backoff(Duration::ZERO, 1.0, Duration::ZERO);
+    let group = stream.group("g").fair().retry(retry).create().await.unwrap();
+    group.pause().await.unwrap();
+    send_big(&stream, 20_000).await;
+    // All of them have failed, and are due; another tenant's message has just failed once.
+    db.batch_execute(
+        "INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, attempts, due_at, key, lane)
+             SELECT 1, id, 'ready', 1, clock_timestamp() - interval '1 minute', key, sqlstreams.lane_of(key, id) FROM sqlstreams.message_log_1;
+         UPDATE sqlstreams.consumer_group_cursor_1 SET claimed = 20000, cohorts = ARRAY[(-1, 20000)::sqlstreams.lane_cohort]",
+    )
+    .await
+    .unwrap();
+    send(&stream, ["single".to_owned()]).await;
+    db.batch_execute(
+        "INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, attempts, due_at, key, lane)
+             SELECT 1, id, 'ready', 1, clock_timestamp(), key, sqlstreams.lane_of(key, id) FROM sqlstreams.message_log_1 WHERE id = 20001;
+         UPDATE sqlstreams.consumer_group_cursor_1 SET claimed = 20001, cohorts = ARRAY[(-1, 20001)::sqlstreams.lane_cohort]",
+    )
+    .await
+    .unwrap();
+    send(&stream, ["fresh".to_owned()]).await;
+    group.resume().await.unwrap();
+    let consumer = group.consumer().concurrency(4);
+    let before = handled_before(consumer, Duration::from_millis(1), 2).await;
+    println!("{before:?}");
+    assert!(before.iter().all(|(_, before)| *before < 2_000), "{before:?}");
+}
+
+/// Consumers run on while the group goes through all modes, and each message is handled once.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_mode_changes_under_running_consumers() {
+    let url = database().await;
+    let (client, db) = client_at(&url).await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").start(Start::Beginning).create().await.unwrap();
+    let handled = Arc::new(Mutex::new(BTreeMap::<u64, usize>::new()));
+    let stop = CancellationToken::new();
+    let mut consumers = Vec::new();
+    for _ in 0..3 {
+        let client = Client::connect(&url).await.unwrap();
+        let noted = handled.clone();
+        let consumer = client.stream::<u64>("s").open().await.unwrap().group("g").consumer();
+        let consumer = consumer.concurrency(3).stop_on(stop.clone());
+        consumers.push(tokio::spawn(consumer.run(move |message: Delivery<u64>| {
+            *noted.lock().unwrap().entry(message.payload).or_default() += 1;
+            tokio::time::sleep(Duration::from_micros(fastrand::u64(0..2_000)))
+        })));
+    }
+    let mut next = 0;
+    let modes = [
+        Mode::Fair,
+        Mode::Ordered,
+        Mode::Fair,
+        Mode::Parallel,
+        Mode::Ordered,
+        Mode::Parallel,
+        Mode::Fair,
+    ];
+    for mode in modes {
+        let numbers: Vec<u64> = (next..next + 600).collect();
+        let batch = numbers.iter().map(|n| {
+            Outgoing::new(n).key(if n % 10 < 7 { BIG.to_owned() } else { format!("k{n}") })
+        });
+        stream.producer().send_all(batch).await.unwrap();
+        next += 600;
+        tokio::time::sleep(Duration::from_millis(fastrand::u64(0..300))).await;
+        // Refused while something is handed out.
+        group.pause().await.unwrap();
+        until("the mode is changed", Duration::from_secs(30), async || {
+            group.set_mode(mode).await.is_ok()
+        })
+        .await;
+        group.resume().await.unwrap();
+        assert_eq!(group.mode().await.unwrap(), mode);
+    }
+    let resolved = "SELECT sqlstreams.is_resolved(1, 1, sqlstreams.stream_head(1))::int::bigint";
+    until("all are resolved", Duration::from_secs(60), async || count(&db, resolved).await == 1)
+        .await;
+    stop.cancel();
+    for consumer in consumers {
+        consumer.await.unwrap().unwrap();
+    }
+    let handled = handled.lock().unwrap();
+    let repeated: Vec<_> = handled.iter().filter(|(_, times)| **times > 1).collect();
+    assert_eq!((handled.len() as u64, repeated), (next, vec![]));
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.consumer_lease_1").await, 0);
+}
