@@ -5,6 +5,7 @@
 
 mod chaos;
 mod delay;
+mod fair;
 mod keys;
 mod latency;
 mod ordered;
@@ -32,6 +33,8 @@ pub(crate) enum BenchCommand {
     Transactional(transactional::TransactionalArgs),
     /// What it costs to keep the messages of a key in order
     Ordered(ordered::OrderedArgs),
+    /// What fairness between tenants costs, and what it is good for
+    Fair(fair::FairArgs),
     /// How fast a group with sparse bindings gets through the log
     Routing(routing::RoutingArgs),
     /// What idempotency keys cost
@@ -50,6 +53,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Ordered(args) => ordered::run(args, context).await,
+        BenchCommand::Fair(args) => fair::run(args, context).await,
         BenchCommand::Routing(args) => routing::run(args, context).await,
         BenchCommand::Keys(args) => keys::run(args, context).await,
         BenchCommand::Delay(args) => delay::run(args, context).await,

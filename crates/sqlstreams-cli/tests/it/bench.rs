@@ -87,6 +87,20 @@ fn routing_counts_both_sides() {
 }
 
 #[test]
+fn fair_counts_both_sides() {
+    let bench = Bench::new();
+    let args = "bench fair --messages 2000 --keys 500 --backlog 5000";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    let number = |name: &str| facts[name].as_f64().unwrap();
+    let (parallel, fair) = (number("parallel_per_second"), number("fair_per_second"));
+    assert!((number("ratio") - fair / parallel).abs() < 1e-9, "{facts:#}");
+    assert_eq!(facts["target_met"], number("ratio") >= number("target"));
+    assert!(number("parallel_before") > 4_900.0, "{facts:#}");
+    assert!(number("fair_before") < 4_900.0, "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn keys_say_what_they_cost() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "keys", "--for", "1s", "--batch", "50"]);

@@ -477,3 +477,49 @@ async fn the_mode_changes_under_running_consumers() {
     assert_eq!((handled.len() as u64, repeated), (next, vec![]));
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.consumer_lease_1").await, 0);
 }
+
+/// Bindings that judge what a lane has not read yet are kept, also when the leases of the others are beyond.
+#[tokio::test(flavor = "multi_thread")]
+async fn lanes_that_are_behind_are_judged_by_the_bindings_of_then() {
+    let (client, db) = client().await;
+    client.stream::<u64>("s").create().await.unwrap();
+    let produce = async |messages: i32| {
+        let sql = format!(
+            "INSERT INTO sqlstreams.message_log_1 (key, routing_key, payload) SELECT 'big', 'a', '1' FROM generate_series(1, {messages})"
+        );
+        db.batch_execute(&sql).await.unwrap();
+    };
+    // All lanes but that of the messages.
+    let lanes = "~(1::bigint << sqlstreams.lane_of('big', 0))";
+    let advance = async |done: &str, lanes: &str, limit: i32| {
+        let sql = format!(
+            "SELECT token FROM sqlstreams.advance(1, 1, {done}, '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', {limit}, gen_random_uuid(), NULL, 20, {lanes})"
+        );
+        db.query_one(&sql, &[]).await.unwrap().get::<_, Option<uuid::Uuid>>(0)
+    };
+    let sql = "SELECT sqlstreams.create_group(1, 'g', p_mode => 'fair', p_bindings => '[\"a\"]')";
+    db.execute(sql, &[]).await.unwrap();
+    let nothing = "'{}', '{}', '{}'";
+    produce(5).await;
+    advance(nothing, lanes, 5).await.unwrap();
+    db.execute("SELECT sqlstreams.set_bindings(1, 1, '[\"b\"]')", &[]).await.unwrap();
+    produce(15).await;
+    let ahead = advance(nothing, lanes, 15).await.unwrap();
+    let of_all = "(SELECT array_agg(seq) FROM sqlstreams.consumer_lease_1), (SELECT array_agg(token ORDER BY seq) FROM sqlstreams.consumer_lease_1), ARRAY['{[1,11)}', '{[1,11)}']::int8multirange[]";
+    advance(of_all, lanes, 0).await;
+    let sql = "SELECT lower(pending) FROM sqlstreams.consumer_lease_1 WHERE token = $1";
+    assert_eq!(db.query_one(sql, &[&ahead]).await.unwrap().get::<_, i64>(0), 11);
+    for n in 0..110 {
+        let sql = format!("SELECT sqlstreams.set_bindings(1, 1, '[\"c{n}\"]')");
+        db.execute(&sql, &[]).await.unwrap();
+    }
+    assert!(count(&db, "SELECT count(*) FROM sqlstreams.binding_set").await > 110);
+    let mut found = Vec::new();
+    for _ in 0..4 {
+        let Some(token) = advance(nothing, "-1", 20).await else { continue };
+        let sql = "SELECT id FROM sqlstreams.fetch(1, 1, $1, 0, 100, 100000, NULL::json)";
+        let rows = db.query(sql, &[&token]).await.unwrap();
+        found.extend(rows.iter().map(|row| row.get::<_, i64>(0)));
+    }
+    assert_eq!(found, [1, 2, 3, 4, 5]);
+}

@@ -22,6 +22,9 @@ paused and nothing of it is in flight or waits for another attempt.
 
 A group of a compacted stream may receive only the newest message of each key: what is superseded when it
 would be handed out or tried again is done.
+
+In a fair group the key is the tenant: where very many messages of one wait, those of the others are
+handled before it has worked them off.
 "
     };
 }
