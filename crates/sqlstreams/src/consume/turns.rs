@@ -85,10 +85,10 @@ impl<T> Turns<T> {
             numbers.sort_unstable_by_key(|number| Reverse(*number));
             let last = numbers.get(rest.saturating_sub(1)).or(numbers.last()).copied();
             for lane in &mut self.lanes {
-                let (kept, last) =
+                let (kept, last): (VecDeque<T>, VecDeque<T>) =
                     lane.drain(..).partition(|job| last.is_none_or(|last| number(job) < last));
                 *lane = kept;
-                taken.extend(VecDeque::from(last));
+                taken.extend(last);
             }
         } else if let Some(only) = self.turn.front() {
             let lane = &mut self.lanes[*only];

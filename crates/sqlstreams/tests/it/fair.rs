@@ -169,8 +169,8 @@ async fn without_crashes_every_message_is_handled_once() {
         db.batch_execute("CREATE TABLE effect (id bigint)").await.unwrap();
         let messages: u64 = if transactional { 1_500 } else { 6_000 };
         let key = |n: u64| match n {
-            _ if n % 3_000 < 1_500 && n % 20 > 0 => BIG.to_owned(),
-            _ if n % 3 == 0 => "other".to_owned(),
+            _ if n % 3_000 < 1_500 && !n.is_multiple_of(20) => BIG.to_owned(),
+            _ if n.is_multiple_of(3) => "other".to_owned(),
             _ => format!("k{}", n % 97),
         };
         let producing = {
@@ -239,7 +239,7 @@ async fn without_crashes_every_message_is_handled_once() {
         for consumer in consumers {
             consumer.await.unwrap().unwrap();
         }
-        let handled = handled.lock().unwrap();
+        let handled = std::mem::take(&mut *handled.lock().unwrap());
         let repeated: Vec<_> = handled.iter().filter(|(_, times)| **times > 1).collect();
         assert_eq!(
             (handled.len() as u64, repeated),
@@ -354,7 +354,7 @@ async fn bindings_and_pauses_hold_in_fair_groups() {
     let numbers: Vec<u64> = (0..8_000).collect();
     let batch = numbers.iter().map(|n| {
         let key = if n % 100 < 95 { BIG.to_owned() } else { format!("k{n}") };
-        Outgoing::new(n).key(key).routing_key(if n % 4 == 0 { "a.x" } else { "b" })
+        Outgoing::new(n).key(key).routing_key(if n.is_multiple_of(4) { "a.x" } else { "b" })
     });
     stream.producer().send_all(batch).await.unwrap();
     let handled = Arc::new(Mutex::new(BTreeMap::<u64, usize>::new()));
@@ -379,8 +379,8 @@ async fn bindings_and_pauses_hold_in_fair_groups() {
     eventually(async || count(&db, resolved).await == 1).await;
     stop.cancel();
     consuming.await.unwrap().unwrap();
-    let handled = handled.lock().unwrap();
-    assert!(handled.iter().all(|(n, times)| n % 4 == 0 && *times == 1));
+    let handled = std::mem::take(&mut *handled.lock().unwrap());
+    assert!(handled.iter().all(|(n, times)| n.is_multiple_of(4) && *times == 1));
     assert_eq!(handled.len(), 2_000);
     let status = group.status().await.unwrap();
     assert_eq!((status.mode, status.claimed, status.resolved), (Mode::Fair, 8_000, 8_000));
@@ -472,7 +472,7 @@ async fn the_mode_changes_under_running_consumers() {
     for consumer in consumers {
         consumer.await.unwrap().unwrap();
     }
-    let handled = handled.lock().unwrap();
+    let handled = std::mem::take(&mut *handled.lock().unwrap());
     let repeated: Vec<_> = handled.iter().filter(|(_, times)| **times > 1).collect();
     assert_eq!((handled.len() as u64, repeated), (next, vec![]));
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.consumer_lease_1").await, 0);

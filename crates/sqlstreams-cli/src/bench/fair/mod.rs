@@ -95,7 +95,7 @@ async fn measure(
 ) -> anyhow::Result<Facts> {
     let FairArgs { messages, keys, backlog, concurrency } = *args;
     let stream = &place.stream;
-    context.say(&format!("producing {} messages", thousands(messages.into())));
+    context.say(&format!("producing {} messages", thousands(messages)));
     produce(place, (0..messages).map(|n| (n % keys).to_string())).await?;
     let (mut parallel, mut fair) = (0.0, 0.0);
     for round in 0..ROUNDS {
@@ -115,7 +115,7 @@ async fn measure(
         let group = stream.group(format!("{mode}-burst")).mode(mode).start(Start::Latest);
         groups.push(group.create().await?);
     }
-    context.say(&format!("producing a burst of {} messages", thousands(backlog.into())));
+    context.say(&format!("producing a burst of {} messages", thousands(backlog)));
     let burst = (0..backlog).map(|_| BIG.to_owned());
     produce(place, burst.chain((0..SMALL * EACH).map(|n| format!("tenant-{}", n % SMALL)))).await?;
     let mut before = Vec::new();
@@ -155,8 +155,8 @@ async fn produce(place: &Place<String>, keys: impl Iterator<Item = String>) -> a
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!(
         "{} messages of {} keys in turn. {}\n",
-        thousands(facts.messages.into()),
-        thousands(facts.keys.into()),
+        thousands(facts.messages),
+        thousands(facts.keys),
         facts.postgresql
     ))?;
     for (what, rate) in [("parallel", facts.parallel_per_second), ("fair", facts.fair_per_second)] {
@@ -167,7 +167,7 @@ fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!("{:<12} {ratio:>9.2}, and the target of {target} {holds}\n", "ratio"))?;
     print(format_args!(
         "A burst of {} messages of one tenant; of these were handled before a small tenant's, in the median\n",
-        thousands(facts.backlog.into())
+        thousands(facts.backlog)
     ))?;
     for (what, before) in [("parallel", facts.parallel_before), ("fair", facts.fair_before)] {
         print(format_args!("{what:<12} {:>9}", thousands(before)))?;
