@@ -76,7 +76,7 @@ impl Sieve {
 
     /// The most ids to look among.
     pub(crate) fn most(&self) -> usize {
-        self.most
+        self.most.0
     }
 
     /// How many messages are expected among so many ids; none where there are no bindings.
