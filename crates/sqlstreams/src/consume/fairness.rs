@@ -153,7 +153,7 @@ mod tests {
             claims += 1;
         }
         assert!(claims <= 5, "{claims}");
-        assert_eq!(fairness.expected(light, 50_000), 0);
+        assert!(fairness.expected(light, 50_000) <= 16);
         // A dense part is believed at once.
         fairness.found(light, 16, (0..16).map(|n| n + 10));
         assert!(fairness.expected(light, 16) >= 15);
