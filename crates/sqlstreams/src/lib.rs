@@ -143,4 +143,6 @@ mod pages {
     struct Idempotency;
     #[doc = include_str!("../../../docs/compaction.md")]
     struct Compaction;
+    #[doc = include_str!("../../../docs/fairness.md")]
+    struct Fairness;
 }
