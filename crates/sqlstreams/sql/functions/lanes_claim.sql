@@ -35,6 +35,9 @@ BEGIN
     LOOP
         lost := l.expires_at > '-infinity';
         PERFORM put_back_lane_exceptions(p_stream, g, l.token, l.lanes, lost);
+        lanes := l.lanes & ~others & p_lanes;
+        CONTINUE WHEN lanes = 0 AND NOT isempty(l.pending);
+        -- Only where pending is written as well: who takes a row of consumer_done and leaves its id pending lets it run again.
         IF g.transactional THEN
             l.pending := l.pending - take_done(p_stream, g.id, l.pending, l.lanes);
         END IF;
@@ -42,8 +45,6 @@ BEGIN
             EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
             CONTINUE;
         END IF;
-        lanes := l.lanes & ~others & p_lanes;
-        CONTINUE WHEN lanes = 0;
         -- The lost holder must not settle any part of it.
         IF lanes = l.lanes THEN
             EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;

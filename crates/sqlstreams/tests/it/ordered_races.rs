@@ -209,3 +209,32 @@ async fn a_server_that_hashes_differently_is_noticed() {
         "SELECT count(*) FROM sqlstreams.consumer_group WHERE lane_probe = sqlstreams.lane_probe()";
     assert_eq!(count(&db, probe).await, 1);
 }
+
+/// A lease that its holder has left is passed by, as all its lanes are somebody else's: what was settled in it stays settled.
+#[tokio::test]
+async fn what_was_settled_in_a_lease_that_is_passed_by_is_not_run_again() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.group("g").ordered().create().await.unwrap();
+    send(&stream, 0..10).await;
+    // Claims for one who wants messages of these lanes: the ids that are pending in what was claimed.
+    let claim = async |lanes: i64| -> String {
+        let sql = format!(
+            "SELECT coalesce(pending::text, 'nothing') FROM sqlstreams.advance_lanes(1, 1, gen_random_uuid(), NULL, '{{}}', '{{}}', '{{}}', '{{}}', '{{}}',
+                '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', 100, false, gen_random_uuid(), {lanes})"
+        );
+        db.query_one(&sql, &[]).await.unwrap().get(0)
+    };
+    db.batch_execute("SELECT sqlstreams.alter_group(1, 1, p_transactional => true)").await.unwrap();
+    assert_eq!(claim(-1).await, "{[1,11)}");
+    // A handler's transaction commits, and nobody hears of it.
+    db.batch_execute(
+        "SELECT sqlstreams.settle_in_transaction(1, 1, (SELECT token FROM sqlstreams.consumer_lease_1), '{5}');
+         UPDATE sqlstreams.consumer_lease_1 SET expires_at = clock_timestamp()",
+    )
+    .await
+    .unwrap();
+    assert_eq!(claim(0).await, "nothing");
+    assert_eq!(claim(-1).await, "{[1,5),[6,11)}");
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.consumer_done_1").await, 0);
+}
