@@ -90,8 +90,9 @@ BEGIN
         ELSIF p_fresh THEN
             c.claimed := ids[most];
         ELSE
-            -- The lease that it was cut off from may be there still: else each claim would leave a piece behind.
-            EXECUTE format('UPDATE %1$I SET pending = pending + $3 WHERE group_id = $1 AND seq = (
+            -- The lease that it was cut off from may be there still: else each claim would leave a piece behind. With a new token: whoever
+            -- had that lease must not settle what is added.
+            EXECUTE format('UPDATE %1$I SET pending = pending + $3, token = gen_random_uuid() WHERE group_id = $1 AND seq = (
                                 SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 AND lanes IS NOT DISTINCT FROM $5 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
                 USING g.id, c.first_open, rest, clock_timestamp(), p_lanes;
             GET DIAGNOSTICS hits = ROW_COUNT;

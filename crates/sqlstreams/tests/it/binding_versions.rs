@@ -333,3 +333,30 @@ async fn only_a_bounded_number_of_versions_is_kept() {
     }
     assert_eq!(count(&plain.db, versions).await, 100);
 }
+
+/// A claim puts what it does not need to a lease that ran out beside it. Whoever had that one comes late, and settles no more than it had.
+#[tokio::test]
+async fn what_is_put_to_a_lease_is_not_settled_by_who_had_it() {
+    let plain = installed(&database().await).await;
+    let set = "SELECT sqlstreams.set_bindings($1, $2, '[\"a\"]')";
+    plain.db.query(set, &[&plain.stream, &plain.group]).await.unwrap();
+    let sample = Sample { routing_key: Some("a".to_owned()), headers: None };
+    let sent = send(&plain, &vec![sample; 20]).await;
+    let claim = async |limit: i64, width: Option<i64>| -> (i64, Uuid) {
+        let sql = "SELECT seq, token FROM sqlstreams.advance($1, $2, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', $3, p_width => $4)";
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
+            [&plain.stream, &plain.group, &limit, &width];
+        let row = plain.db.query_one(sql, &params).await.unwrap();
+        (row.get(0), row.get(1))
+    };
+    claim(10, Some(10)).await;
+    let (seq, token) = claim(10, Some(10)).await;
+    let expire = format!("UPDATE {} SET expires_at = now()", plain.leases());
+    plain.db.batch_execute(&expire).await.unwrap();
+    let (_, first) = claim(3, None).await;
+    assert_eq!(plain.try_fetch(first).await.unwrap(), sent[..3]);
+    let settle = "SELECT sqlstreams.settle($1, $2, $3, $4, '{[0,1000)}')";
+    plain.db.query(settle, &[&plain.stream, &plain.group, &seq, &token]).await.unwrap();
+    let (_, rest) = claim(20, Some(20)).await;
+    assert_eq!(plain.try_fetch(rest).await.unwrap()[..7], sent[3..10]);
+}
