@@ -108,19 +108,22 @@ async fn tb_171_a_tenant_with_very_many_messages_delays_nobody() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_that_comes_later_is_handled_at_once() {
-    let (client, _) = client().await;
+    let (client, db) = client().await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let group = stream.group("g").fair().create().await.unwrap();
     send_big(&stream, 30_000).await;
+    // A neighbour of the big tenant's would wait with it.
+    let keys = "SELECT 't' || n FROM generate_series(1, 100) AS n WHERE sqlstreams.lane_of('t' || n, 0) <> sqlstreams.lane_of('big', 0) LIMIT 20";
+    let keys = db.query(keys, &[]).await.unwrap();
     let big = Arc::new(AtomicUsize::new(0));
     // How many of the big tenant were handled before each of the others was sent.
     let sent = Arc::new(Mutex::new(HashMap::new()));
     let sending = {
         let (stream, big, sent) = (stream.clone(), big.clone(), sent.clone());
         tokio::spawn(async move {
-            for n in 0..20 {
+            for row in keys {
                 tokio::time::sleep(Duration::from_millis(100)).await;
-                let key = format!("{n} {:?}", Instant::now());
+                let key: String = row.get(0);
                 sent.lock().unwrap().insert(key.clone(), big.load(Ordering::SeqCst));
                 send(&stream, [key]).await;
             }
