@@ -118,7 +118,7 @@ BEGIN
         EXECUTE format(
             'WITH head AS (
                  SELECT e.message_id FROM unnest($2) AS l(lane)
-                 CROSS JOIN LATERAL (SELECT message_id, due_at FROM %1$I WHERE group_id = $1 AND lane = l.lane AND state = ''ready'' AND losses > 0 AND due_at <= $3 ORDER BY due_at LIMIT 1) AS e
+                 CROSS JOIN LATERAL (SELECT message_id, due_at FROM %1$I WHERE group_id = $1 AND lane = l.lane AND lane >= 0 AND state = ''ready'' AND losses > 0 AND due_at <= $3 ORDER BY due_at LIMIT 1) AS e
                  ORDER BY e.due_at LIMIT 1),
              claimed AS (
                  UPDATE %1$I AS e SET state = ''inflight'', lease_id = $4, lease_expires_at = ''infinity'' FROM head
@@ -130,10 +130,15 @@ BEGIN
         END IF;
     END IF;
     EXECUTE format(
-        'WITH head AS MATERIALIZED (
-             SELECT e.* FROM unnest($2) AS l(lane)
+        'WITH filled AS MATERIALIZED (
+             SELECT l.lane FROM unnest($2) AS l(lane)
+             CROSS JOIN LATERAL (SELECT FROM %1$I WHERE group_id = $1 AND lane = l.lane AND lane >= 0 AND state = ''ready'' AND losses = 0 AND due_at <= $3 ORDER BY due_at LIMIT 1) AS e),
+         -- Of each about as many: all of each, to find the first of all, would be very many.
+         head AS MATERIALIZED (
+             SELECT e.* FROM filled AS l
              CROSS JOIN LATERAL (SELECT message_id, key, due_at, attempts + delays > 0 AS failed FROM %1$I
-                                 WHERE group_id = $1 AND lane = l.lane AND state = ''ready'' AND losses = 0 AND due_at <= $3 ORDER BY due_at LIMIT $5) AS e
+                                 WHERE group_id = $1 AND lane = l.lane AND lane >= 0 AND state = ''ready'' AND losses = 0 AND due_at <= $3 ORDER BY due_at
+                                 LIMIT (SELECT ceil($5::numeric / nullif(count(*), 0))::bigint FROM filled)) AS e
              ORDER BY e.due_at LIMIT $5),
          followers AS MATERIALIZED (
              SELECT f.message_id, f.key, f.losses, f.place FROM head

@@ -400,6 +400,29 @@ async fn tb_102_a_claim_costs_the_same_however_many_keys_wait() {
     assert!(many < few + few / 2 + 100, "{few} pages with 1,000 keys, {many} with 50,000");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_102_a_claim_costs_the_same_however_many_keys_have_failed() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.group("g").ordered().create().await.unwrap();
+    send(&stream, 50_000, 50_000).await;
+    let fail = async |from: i64, to: i64| {
+        let sql = format!(
+            "INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, attempts, due_at, key, lane)
+             SELECT 1, id, 'ready', 1, now() - interval '1 minute', key, sqlstreams.lane_of(key, id) FROM sqlstreams.message_log_1 WHERE id BETWEEN {from} AND {to};
+             ANALYZE sqlstreams.exception_queue_1"
+        );
+        db.batch_execute(&sql).await.unwrap();
+    };
+    fail(1, 2_000).await;
+    pages_of_a_claim(&db).await;
+    let few = pages_of_a_claim(&db).await;
+    fail(2_001, 50_000).await;
+    let many = pages_of_a_claim(&db).await;
+    println!("{few} pages with 2,000 that have failed, {many} with 50,000");
+    assert!(many < few * 2, "{few} pages with 2,000 that have failed, {many} with 50,000");
+}
+
 /// What handlers write is there once and in order, though consumers are dropped and leases end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn transactional_handlers_write_each_message_once_and_in_order() {
