@@ -564,8 +564,8 @@ impl<T, C> Group<T, C> {
     /// Changes how it hands out its messages.
     ///
     /// # Errors
-    /// [`GroupBusy`](ErrorKind::GroupBusy) while messages of it are handed out or wait for another attempt: pause it first, and
-    /// wait until nothing is in flight or ready.
+    /// [`GroupBusy`](ErrorKind::GroupBusy) while messages of it are handed out or wait for another attempt: ask again when it has
+    /// caught up, or stop its consumers first. A paused one keeps what it holds.
     pub async fn set_mode(&self, mode: Mode) -> Result<()> {
         let stream = &self.stream.inner;
         let set = &stream.client.inner.queries.set_mode;

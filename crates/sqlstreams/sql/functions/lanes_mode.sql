@@ -29,7 +29,7 @@ BEGIN
         INTO open USING p_group, c.first_open;
     IF open > 0 THEN
         RAISE EXCEPTION 'group % has messages that are handed out or wait for another attempt', quote_ident(g.name)
-            USING ERRCODE = 'SQ014', HINT = 'Pause the group, wait until nothing is in flight or ready, and change the mode then.';
+            USING ERRCODE = 'SQ014', HINT = 'Ask again when the group has caught up, or stop its consumers first: a paused one keeps what it holds.';
     END IF;
     IF p_mode <> 'parallel' THEN
         -- Between the two that have lanes each goes on where it stands.

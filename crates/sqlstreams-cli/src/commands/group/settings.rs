@@ -17,8 +17,8 @@ the group together; what a consumer that died had in hand does not count. Retrie
 everything else. Consumers that run take changes over with their next call.
 
 An ordered group handles the messages of one key one at a time, in their order, whatever fails or dies;
-other keys do not wait for that. The mode of a group that is being consumed can be changed while it is
-paused and nothing of it is in flight or waits for another attempt.
+other keys do not wait for that. The mode of a group that is being consumed can be changed while nothing
+of it is in flight or waits for another attempt.
 
 A group of a compacted stream may receive only the newest message of each key: what is superseded when it
 would be handed out or tried again is done.
