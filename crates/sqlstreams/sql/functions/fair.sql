@@ -37,9 +37,6 @@ LANGUAGE sql IMMUTABLE AS $$
           WHERE lanes <> 0 GROUP BY position) AS y
 $$;
 
-CREATE OR REPLACE FUNCTION lowest_position(p_cohorts lane_cohort[]) RETURNS bigint
-LANGUAGE sql IMMUTABLE AS $$ SELECT min(position) FROM unnest(p_cohorts) $$;
-
 -- The next ids of the log, for the lanes whose turn it is. unread: lanes that have more.
 CREATE OR REPLACE FUNCTION next_in_turn(p_stream bigint, w lane_wish, p_limit bigint, INOUT c group_cursor, OUT range int8range, OUT lanes bigint, OUT unread bigint)
 LANGUAGE plpgsql VOLATILE AS $$

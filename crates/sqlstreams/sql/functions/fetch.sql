@@ -59,7 +59,8 @@ BEGIN
                       sum(coalesce(pg_column_size(payload), 0)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(payload), 0) AS bytes_before
                FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3%s%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
-         ORDER BY id LIMIT $5', CASE WHEN lanes IS NULL THEN 'NULL' ELSE 'lane_of(key, id)' END, 'message_log_' || p_stream, -- Of one range the bounds say it all, which counts where most rows are for others.
+         ORDER BY id LIMIT $5', CASE WHEN lanes IS NULL THEN 'NULL' ELSE 'lane_of(key, id)' END, 'message_log_' || p_stream,
+        -- Of one range the bounds say it all, which counts where most rows are for others.
         CASE WHEN id_count(pending) < upper(pending) - lower(pending) THEN ' AND $4 @> id' END, in_lanes(lanes), ' AND (' || condition || ')')
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;
 END $$;

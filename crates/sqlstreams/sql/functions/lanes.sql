@@ -55,6 +55,9 @@ LANGUAGE sql IMMUTABLE AS $$
           WHERE lanes <> 0 GROUP BY position) AS y
 $$;
 
+CREATE OR REPLACE FUNCTION lowest_position(p_cohorts lane_cohort[]) RETURNS bigint
+LANGUAGE sql IMMUTABLE AS $$ SELECT min(position) FROM unnest(p_cohorts) $$;
+
 -- Whoever calls for an ordered group what is for the others, or the other way round, has not seen that the mode was changed. Fair groups
 -- are called as parallel ones.
 CREATE OR REPLACE FUNCTION require_mode(g consumer_group, p_mode text) RETURNS void

@@ -213,7 +213,7 @@ BEGIN
         pending := r.picked;
     END IF;
     c.cohorts := move_lanes(c.cohorts, lanes, reached);
-    c.claimed := (SELECT min(x.position) FROM unnest(c.cohorts) AS x);
+    c.claimed := lowest_position(c.cohorts);
 END $$;
 
 -- Settles and renews what p_holder has, records what failed, and claims more, in one call; the one call of an ordered group's
@@ -242,6 +242,7 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     leases text := 'consumer_lease_' || p_stream;
     seqs   bigint[];
+    held   bigint;
     g      consumer_group;
     before group_cursor;
     c      group_cursor;
@@ -291,10 +292,11 @@ BEGIN
         IF p_part IS NOT NULL THEN
             c := part_lanes(p_stream, p_group, seqs[array_position(p_tokens, p_part)], p_part_after, p_part_lanes, p_part_tokens, c);
         END IF;
-        IF EXISTS (SELECT FROM unnest(seqs) AS s WHERE s < c.next_seq - 1000) THEN
-            SELECT m.c, m.p_seqs INTO r FROM move_lanes_up(p_stream, p_group, c, seqs) AS m;
-            c := r.c;
-        END IF;
+        FOREACH held IN ARRAY seqs LOOP
+            IF held < c.next_seq - 1000 THEN
+                c := move_lease(p_stream, p_group, held, c);
+            END IF;
+        END LOOP;
     END IF;
     IF c.first_open < c.next_seq THEN
         c.first_open := first_open_lease(p_stream, p_group, c);

@@ -75,7 +75,7 @@ DECLARE
 BEGIN
     EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 RETURNING pending) SELECT min(lower(pending)) - 1 FROM gone', leases)
         INTO lowest USING g.id, c.first_open;
-    lowest := least(lowest, (SELECT min(position) FROM unnest(c.cohorts)));
+    lowest := least(lowest, lowest_position(c.cohorts));
     EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id), state = CASE WHEN state <> ''inflight'' THEN state WHEN key IS NULL OR $2 = ''fair'' THEN ''ready'' ELSE ''deferred'' END,
                            due_at = CASE WHEN state = ''inflight'' THEN greatest(due_at, clock_timestamp()) ELSE due_at END, lease_id = NULL, lease_expires_at = NULL, owner = NULL WHERE group_id = $1', exceptions)
         USING g.id, g.mode;

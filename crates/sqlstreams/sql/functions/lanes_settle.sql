@@ -30,23 +30,6 @@ BEGIN
     RETURN seqs;
 END $$;
 
--- Readers of leases start at the lowest open one and walk every dead row above it. A lease that lives long is therefore moved up
--- from time to time; only its token stays.
-CREATE OR REPLACE FUNCTION move_lanes_up(p_stream bigint, p_group bigint, INOUT c group_cursor, INOUT p_seqs bigint[])
-LANGUAGE plpgsql VOLATILE AS $$
-BEGIN
-    FOR i IN 1..cardinality(p_seqs) LOOP
-        IF p_seqs[i] < c.next_seq - 1000 THEN
-            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
-                            INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, pending, expires_at, reclaims)
-                            SELECT group_id, $3, token, owner, holder, lanes, pending, expires_at, reclaims FROM moved', 'consumer_lease_' || p_stream)
-                USING p_group, p_seqs[i], c.next_seq;
-            p_seqs[i] := c.next_seq;
-            c.next_seq := c.next_seq + 1;
-        END IF;
-    END LOOP;
-END $$;
-
 -- What one of the holder's leases has above p_after becomes two leases of its own: one for p_lanes, one for its other lanes. So
 -- what waits in a few lanes does not keep the others from being read on.
 CREATE OR REPLACE FUNCTION part_lanes(p_stream bigint, p_group bigint, p_seq bigint, p_after bigint, p_lanes bigint, p_tokens uuid[], INOUT c group_cursor)

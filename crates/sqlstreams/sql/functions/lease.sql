@@ -19,6 +19,18 @@ BEGIN
     RETURN l;
 END $$;
 
+-- Moves a lease up. Readers of leases start at the lowest open one and walk every dead row above it, so one that lives long is moved from
+-- time to time; its token stays. The caller has the cursor's lock.
+CREATE OR REPLACE FUNCTION move_lease(p_stream bigint, p_group bigint, p_seq bigint, INOUT c group_cursor)
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
+                    INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, pending, expires_at, reclaims)
+                    SELECT group_id, $3, token, owner, holder, lanes, pending, expires_at, reclaims FROM moved', 'consumer_lease_' || p_stream)
+        USING p_group, p_seq, c.next_seq;
+    c.next_seq := c.next_seq + 1;
+END $$;
+
 -- Takes p_done out of a lease, and makes exception rows of those of p_ids that are pending in it. What remains is leased
 -- for another lease_duration and belongs to p_owner. Returns the seq the lease has (or had, when nothing remains); NULL when the lease is not
 -- the caller's any more: then nothing is changed.

@@ -52,8 +52,7 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     g := require_group(p_stream, p_group);
-    -- Readers of leases start at the lowest open one and walk every dead row above it. A lease that lives long is
-    -- therefore moved up from time to time; that takes the cursor's lock, before any lease's.
+    -- To move leases up takes the cursor's lock, before any lease's.
     c := peek_cursor(p_stream, p_group);
     moving := EXISTS (SELECT FROM unnest(p_seqs) AS s WHERE s < c.next_seq - 1000);
     IF moving THEN
@@ -64,12 +63,8 @@ BEGIN
         token := l.token;
         seq := settle_lease(p_stream, g, p_owner, l.seq, l.token, coalesce(l.done, '{}'));
         IF moving AND seq < c.next_seq - 1000 THEN
-            EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
-                            INSERT INTO %1$I (group_id, seq, token, owner, lanes, pending, expires_at, reclaims) SELECT group_id, $3, token, owner, lanes, pending, expires_at, reclaims FROM moved',
-                           'consumer_lease_' || p_stream)
-                USING p_group, seq, c.next_seq;
-            seq := c.next_seq;
-            c.next_seq := c.next_seq + 1;
+            c := move_lease(p_stream, p_group, seq, c);
+            seq := c.next_seq - 1;
         END IF;
         RETURN NEXT;
     END LOOP;

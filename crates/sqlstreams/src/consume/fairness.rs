@@ -1,6 +1,7 @@
 //! What a consumer of a fair group has seen of the lanes, and so which of them it asks for: see `fair.sql`.
 
-use super::turns::LANES;
+use super::sieve::GROWTH;
+use super::turns::{LANES, lane_number};
 
 /// A lane is heavy that has more than this part of the latest messages; no more than so many lanes can.
 const HEAVY: f32 = 1.0 / 8.0;
@@ -8,8 +9,6 @@ const HEAVY: f32 = 1.0 / 8.0;
 const LATEST: f32 = 256.0;
 /// Fewer say nothing.
 const ENOUGH: f32 = 8.0;
-/// By how much a lane's share shrinks at most from claim to claim: as `Sieve` has it.
-const GROWTH: f64 = 8.0;
 
 /// All lanes.
 pub(crate) const ALL: i64 = -1;
@@ -84,8 +83,8 @@ impl Fairness {
         }
         let mut counts = [0_u32; LANES];
         for lane in messages {
-            if let Some(count) = usize::try_from(lane).ok().and_then(|lane| counts.get_mut(lane)) {
-                *count += 1;
+            if let Some(lane) = lane_number(Some(lane)) {
+                counts[lane] += 1;
             }
         }
         let shares = self.shares.get_or_insert([1.0 / LANES as f64; LANES]);

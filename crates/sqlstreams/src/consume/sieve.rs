@@ -12,7 +12,7 @@ const FEWEST_IDS: usize = 1_000;
 /// A claim that takes longer was too wide; one that takes less than half of it could have been wider.
 const MOMENT: Duration = Duration::from_millis(200);
 /// By how much the width grows at most from claim to claim.
-const GROWTH: f64 = 8.0;
+pub(crate) const GROWTH: f64 = 8.0;
 
 /// What was seen of a group's bindings so far.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::Consumed;
 use super::health::Health;
@@ -15,7 +15,8 @@ const PAUSE: Duration = Duration::from_secs(5);
 /// Counts of a consumer that runs.
 #[derive(Debug)]
 pub(super) struct Tally {
-    ended: CancellationToken,
+    /// Dropped with the consumer, it ends the task as well.
+    ended: DropGuard,
     task: JoinHandle<()>,
 }
 
@@ -41,12 +42,12 @@ impl Tally {
                 }
             }
         });
-        Self { ended, task }
+        Self { ended: ended.drop_guard(), task }
     }
 
     /// Tells what has come last.
     pub(super) async fn end(self) {
-        self.ended.cancel();
+        drop(self.ended);
         let _ = self.task.await;
     }
 }

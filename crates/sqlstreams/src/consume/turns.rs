@@ -104,7 +104,12 @@ impl<T> Turns<T> {
 }
 
 fn place(lane: Option<i16>) -> usize {
-    lane.and_then(|lane| usize::try_from(lane).ok()).filter(|lane| *lane < LANES).unwrap_or(LANES)
+    lane_number(lane).unwrap_or(LANES)
+}
+
+/// A lane as an index.
+pub(crate) fn lane_number(lane: Option<i16>) -> Option<usize> {
+    lane.and_then(|lane| usize::try_from(lane).ok()).filter(|lane| *lane < LANES)
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 
 use std::collections::HashMap;
 
-pub(super) const LANES: usize = 64;
+use crate::consume::turns::LANES;
+
 /// A lane may use this part of the room, or so much less that all that are crowded use half of it.
 const PART: usize = 8;
 

@@ -16,7 +16,6 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use uuid::Uuid;
 
 use self::calls::{Claimed, Read, Wanted};
-use self::crowd::LANES;
 use self::lanes::{Lanes, Report};
 use self::shares::Shares;
 use super::coordinator::NEWS;
@@ -26,11 +25,11 @@ use super::held::Source;
 use super::pace::Pace;
 use super::protocol::{Page, Protocol};
 use super::term::margin;
+use super::turns::lane_number;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings, later, sleep_until};
 use crate::backoff::{Backoff, jittered};
 use crate::error::{Error, ErrorKind, Result};
-use crate::message::RawMessage;
 use crate::outcome::{Outcome, Verdict};
 use crate::partitions;
 use crate::wake::{Seen, Watch};
@@ -379,7 +378,7 @@ impl Ordered {
                 let term = self.lanes.term.clone();
                 let mut jobs = Vec::with_capacity(page.messages.len());
                 for message in page.messages {
-                    let lane = lane(&message);
+                    let lane = lane_number(message.lane);
                     if self.lanes.opened(source, message.id, message.key.as_ref(), lane) {
                         let (term, history) = (term.clone(), History::default());
                         jobs.push(Job { source, message, history, term });
@@ -434,7 +433,12 @@ impl Ordered {
         let mut jobs = Vec::with_capacity(page.messages.len());
         for message in page.messages {
             if let Some(history) = self.lanes.fetched_exception(token, message.id)
-                && self.lanes.opened(source, message.id, message.key.as_ref(), lane(&message))
+                && self.lanes.opened(
+                    source,
+                    message.id,
+                    message.key.as_ref(),
+                    lane_number(message.lane),
+                )
             {
                 jobs.push(Job { source, message, history, term: term.clone() });
             }
@@ -637,9 +641,4 @@ impl Ordered {
             }
         });
     }
-}
-
-/// Only what has a lane can be too many of it.
-fn lane(message: &RawMessage) -> Option<usize> {
-    message.lane.and_then(|lane| usize::try_from(lane).ok()).filter(|lane| *lane < LANES)
 }

@@ -4,8 +4,9 @@
 use std::time::Duration;
 
 use super::calls::Read;
-use super::crowd::{LANES, of};
+use super::crowd::of;
 use crate::consume::sieve::{Most, Share};
+use crate::consume::turns::LANES;
 
 /// What was seen of each lane.
 #[derive(Debug)]
