@@ -17,7 +17,7 @@ BEGIN
     EXECUTE format(
         'UPDATE %I SET state = ''ready'', attempts = 0, redrives = redrives + 1, due_at = clock_timestamp(), dead_at = NULL,
                 history = add_history(history, 0, ''redriven'', NULL)
-         WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream)
+         WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)', 'exception_queue_' || p_stream)
         USING p_group, ids;
     IF g.mode = 'ordered' THEN
         PERFORM line_up(p_stream, p_group, ids);
@@ -32,8 +32,8 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     ids bigint[] := lock_dead(p_stream, p_group, p_ids, p_limit);
 BEGIN
-    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'exception_queue_' || p_stream) USING p_group, ids;
-    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)', 'exception_queue_' || p_stream) USING p_group, ids;
+    EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
     PERFORM audit_dead('discard', p_stream, p_group, ids);
     RETURN ids;
 END $$;

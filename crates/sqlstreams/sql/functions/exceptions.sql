@@ -145,7 +145,7 @@ BEGIN
                       losses > 0 AND attempts + 1 >= $1.max_attempts AS final,
                       CASE WHEN losses > 0 THEN ''the lease was lost while the message ran alone: its consumer died or hung''
                            ELSE ''the lease was lost: its consumer died or hung'' END AS error
-               FROM %1$I WHERE group_id = $1.id AND message_id = ANY ($2)) AS n
+               FROM %1$I WHERE group_id = $1.id AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)) AS n
          WHERE e.group_id = $1.id AND e.message_id = n.message_id', 'exception_queue_' || p_stream)
         USING g, lapsed, started;
 END $$;

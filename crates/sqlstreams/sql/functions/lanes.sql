@@ -90,7 +90,7 @@ DECLARE
     keys text[];
 BEGIN
     EXECUTE format(
-        'WITH keys AS MATERIALIZED (SELECT DISTINCT key FROM %1$I WHERE group_id = $1 AND message_id = ANY ($2) AND key IS NOT NULL),
+        'WITH keys AS MATERIALIZED (SELECT DISTINCT key FROM %1$I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2) AND key IS NOT NULL),
          rows AS (
              UPDATE %1$I AS e SET state = ''deferred'' FROM keys
              WHERE e.group_id = $1 AND e.key = keys.key AND e.lane >= 0 AND e.state = ''ready'' RETURNING e.key)

@@ -1,4 +1,4 @@
--- What the holder of lanes tells: see lanes.sql for the rules. Leases are looked up by = ANY, not by the join alone: the
+-- What the holder of lanes tells: see lanes.sql for the rules. Leases are looked up from the lowest on and by = ANY, not by the join alone: the
 -- planner would take a small table for a reason to walk the whole group, dead rows and all.
 
 -- Where p_holder's leases lie that these tokens prove; NULL unless all of them are its own still. If one is not, nothing is: whoever
@@ -87,7 +87,7 @@ BEGIN
             USING g.id, p_tokens, stopped, clock_timestamp();
     END IF;
     -- Those without a key wait for nobody.
-    EXECUTE format('UPDATE %I SET state = ''ready'' WHERE group_id = $1 AND message_id = ANY ($2) AND key IS NULL AND state = ''deferred''', exceptions)
+    EXECUTE format('UPDATE %I SET state = ''ready'' WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2) AND key IS NULL AND state = ''deferred''', exceptions)
         USING g.id, p_ids;
     PERFORM promote(p_stream, g.id, p_keys);
 END $$;
@@ -104,10 +104,11 @@ DECLARE
     stopped text[];
     lowest  bigint := (SELECT min(i) FROM unnest(p_ids) AS i);
     highest bigint := (SELECT max(i) FROM unnest(p_ids) AS i);
+    first   bigint := (SELECT min(s) FROM unnest(p_seqs) AS s);
 BEGIN
     PERFORM require_outcomes(p_outcomes, '{retry,dead,delay}');
-    FOR l IN EXECUTE format('SELECT l.seq, l.token, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
-        USING g.id, p_seqs, p_tokens
+    FOR l IN EXECUTE format('SELECT l.seq, l.token, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq >= $4 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, first
     LOOP
         CONTINUE WHEN l.token <> ALL (p_failed_tokens);
         -- Only its own: leases of other lanes may be pending in the same range.
@@ -126,8 +127,8 @@ BEGIN
     IF stopped IS NULL THEN
         RETURN;
     END IF;
-    FOR l IN EXECUTE format('SELECT l.seq, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token WHERE NOT isempty(l.pending) ORDER BY l.seq', 'consumer_lease_' || p_stream)
-        USING g.id, p_seqs, p_tokens
+    FOR l IN EXECUTE format('SELECT l.seq, l.pending, l.lanes FROM unnest($2, $3) AS u(seq, token) JOIN %I AS l ON l.group_id = $1 AND l.seq >= $4 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token WHERE NOT isempty(l.pending) ORDER BY l.seq', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, first
     LOOP
         EXECUTE format(
             'WITH rows AS (
@@ -150,32 +151,35 @@ END $$;
 CREATE OR REPLACE FUNCTION take_done_in_lanes(p_stream bigint, g consumer_group, p_seqs bigint[], p_tokens uuid[], p_done int8multirange[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    l record;
+    first bigint := (SELECT min(s) FROM unnest(p_seqs) AS s);
+    l     record;
 BEGIN
     IF g.transactional THEN
-        FOR l IN EXECUTE format('SELECT l.pending * u.done AS done, l.lanes FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
-            USING g.id, p_seqs, p_tokens, p_done
+        FOR l IN EXECUTE format('SELECT l.pending * u.done AS done, l.lanes FROM unnest($2, $3, $4) AS u(seq, token, done) JOIN %I AS l ON l.group_id = $1 AND l.seq >= $5 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token ORDER BY l.seq', 'consumer_lease_' || p_stream)
+            USING g.id, p_seqs, p_tokens, p_done, first
         LOOP
             PERFORM take_done(p_stream, g.id, l.done, l.lanes);
         END LOOP;
     END IF;
     EXECUTE format('UPDATE %I AS l SET pending = l.pending - u.done FROM unnest($2, $3, $4) AS u(seq, token, done)
-                    WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND l.pending && u.done', 'consumer_lease_' || p_stream)
-        USING g.id, p_seqs, p_tokens, p_done;
+                    WHERE l.group_id = $1 AND l.seq >= $5 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND l.pending && u.done', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, p_done, first;
 END $$;
 
 -- Leases that are finished go; the others are the holder's for another lease_duration, also where nothing is left of them that it
 -- knows of: it counts on them, and if it is lost, somebody has to make ready what comes next of their keys.
 CREATE OR REPLACE FUNCTION renew_lanes(p_stream bigint, g consumer_group, p_owner bigint, p_seqs bigint[], p_tokens uuid[], p_finished boolean[]) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    first bigint := (SELECT min(s) FROM unnest(p_seqs) AS s);
 BEGIN
     EXECUTE format(
         'DELETE FROM %1$I AS l USING unnest($2, $3, $4) AS u(seq, token, finished)
-         WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending) AND u.finished
+         WHERE l.group_id = $1 AND l.seq >= $5 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token AND isempty(l.pending) AND u.finished
            AND NOT EXISTS (SELECT FROM %2$I AS e WHERE e.group_id = $1 AND e.lease_id = u.token AND e.lane >= 0)', 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
-        USING g.id, p_seqs, p_tokens, p_finished;
-    EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
-        USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner;
+        USING g.id, p_seqs, p_tokens, p_finished, first;
+    EXECUTE format('UPDATE %I AS l SET expires_at = $4, owner = $5 FROM unnest($2, $3) AS u(seq, token) WHERE l.group_id = $1 AND l.seq >= $6 AND l.seq = ANY ($2) AND l.seq = u.seq AND l.token = u.token', 'consumer_lease_' || p_stream)
+        USING g.id, p_seqs, p_tokens, clock_timestamp() + g.lease_duration, p_owner, first;
 END $$;
 
 -- Others wait for lanes: leases of which little is left keep only those that they need. A handler may run for hours.
@@ -188,11 +192,11 @@ BEGIN
                       coalesce((SELECT bit_or(1::bigint << lane_of(m.key, m.id)) FROM unnest(x.pending) AS r
                                 JOIN %2$I AS m ON m.id >= lower(r) AND m.id < upper(r) WHERE (x.lanes >> lane_of(m.key, m.id)) & 1 = 1), 0)
                     | coalesce((SELECT bit_or(1::bigint << e.lane) FROM %3$I AS e WHERE e.group_id = $1 AND e.lease_id = x.token AND e.lane >= 0), 0) AS lanes
-               FROM unnest($2, $3) AS u(seq, token) JOIN %1$I AS x ON x.group_id = $1 AND x.seq = ANY ($2) AND x.seq = u.seq AND x.token = u.token
+               FROM unnest($2, $3) AS u(seq, token) JOIN %1$I AS x ON x.group_id = $1 AND x.seq >= $4 AND x.seq = ANY ($2) AND x.seq = u.seq AND x.token = u.token
                WHERE id_count(x.pending) <= 64) AS needed
-         WHERE l.group_id = $1 AND l.seq = needed.seq AND l.lanes <> needed.lanes AND needed.lanes <> 0',
+         WHERE l.group_id = $1 AND l.seq >= $4 AND l.seq = needed.seq AND l.lanes <> needed.lanes AND needed.lanes <> 0',
         'consumer_lease_' || p_stream, 'message_log_' || p_stream, 'exception_queue_' || p_stream)
-        USING p_group, p_seqs, p_tokens;
+        USING p_group, p_seqs, p_tokens, (SELECT min(s) FROM unnest(p_seqs) AS s);
 END $$;
 
 -- Exceptions that were in flight under a lease whose holder was lost, or (p_lost false) that hands it back.
@@ -218,7 +222,7 @@ BEGIN
                           $4 AND losses > 0 AND attempts + 1 >= $1.max_attempts AS final,
                           CASE WHEN losses > 0 THEN ''the lease was lost while the message ran alone: its consumer died or hung''
                                ELSE ''the lease was lost: its consumer died or hung'' END AS error
-                   FROM %1$I WHERE group_id = $1.id AND message_id = ANY ($2)) AS n
+                   FROM %1$I WHERE group_id = $1.id AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)) AS n
              WHERE e.group_id = $1.id AND e.message_id = n.message_id', exceptions)
             USING g, back.ids, clock_timestamp(), p_lost;
         PERFORM promote(p_stream, g.id, back.keys);

@@ -39,11 +39,11 @@ BEGIN
 
     IF p_exceptions THEN
         PERFORM lock_exceptions(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(p_ids)]), p_ids);
-        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3', 'exception_queue_' || p_stream)
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2) AND lease_id = $3', 'exception_queue_' || p_stream)
             USING p_group, ids, p_token;
         GET DIAGNOSTICS hits = ROW_COUNT;
         -- The row of the exception was the message's one place; with it gone nobody can be handed the message any more.
-        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
+        EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2)', 'consumer_done_' || p_stream) USING p_group, ids;
         IF hits < wanted THEN
             PERFORM refuse_lost();
         END IF;
@@ -102,7 +102,7 @@ BEGIN
     PERFORM require_group(p_stream, p_group);
     IF p_exceptions THEN
         PERFORM end_settled(p_stream, p_group, array_fill(p_token, ARRAY[cardinality(p_ids)]), p_ids);
-        EXECUTE format('SELECT array_agg(message_id) FROM (SELECT message_id FROM %I WHERE group_id = $1 AND message_id = ANY ($2) AND lease_id = $3 ORDER BY message_id FOR UPDATE) AS x', 'exception_queue_' || p_stream)
+        EXECUTE format('SELECT array_agg(message_id) FROM (SELECT message_id FROM %I WHERE group_id = $1 AND message_id >= (SELECT min(i) FROM unnest($2) AS i) AND message_id = ANY ($2) AND lease_id = $3 ORDER BY message_id FOR UPDATE) AS x', 'exception_queue_' || p_stream)
             INTO open USING p_group, p_ids, p_token;
         RETURN coalesce(open, '{}');
     END IF;
