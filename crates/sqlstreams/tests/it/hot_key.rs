@@ -197,6 +197,38 @@ async fn tb_098_a_key_that_always_fails_costs_the_others_nothing() {
     running.await.unwrap();
 }
 
+/// What waits behind a message that failed is put aside in few claims, so that others come soon.
+#[tokio::test(flavor = "multi_thread")]
+async fn tb_098_the_backlog_of_a_key_that_fails_is_passed_in_few_claims() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let pause = Duration::from_secs(3_600);
+    let retry = RetryPolicy::attempts(10).backoff(pause, 1.0, pause);
+    let group = stream.group("g").ordered().retry(retry).create().await.unwrap();
+    let keys = keys(&db, 3).await;
+    for _ in 0..20 {
+        send(&stream, std::iter::repeat_n(&keys[0], 1_000)).await;
+    }
+    send(&stream, [&keys[2]]).await;
+    let (log, stop) = (Log::default(), CancellationToken::new());
+    let (noted, stopped) = (log.clone(), stop.clone());
+    let running = tokio::spawn(async move {
+        let consumer = group.consumer().concurrency(4).stop_on(stopped);
+        let consumed = consumer.run(move |message: Delivery<u64>| {
+            let key = message.key.clone().unwrap();
+            noted.lock().unwrap().push((key.clone(), message.id));
+            std::future::ready(if is_hot(&key) { Err("no") } else { Ok(()) })
+        });
+        consumed.await.unwrap()
+    });
+    eventually(async || of(&log, |key| !is_hot(key)) == 1).await;
+    let claims = count(&db, "SELECT max(next_seq) FROM sqlstreams.consumer_group_cursor_1").await;
+    println!("{claims} claims");
+    assert!(claims < 200, "{claims} claims");
+    stop.cancel();
+    running.await.unwrap();
+}
+
 /// A group for which there is little: it looks among many ids at once.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_ordered_group_with_sparse_bindings_claims_many_ids_at_once() {

@@ -314,23 +314,16 @@ impl Ordered {
         if is_range { self.fetched(token, limit, advanced.page) } else { Ok(()) }
     }
 
-    /// Learns from the first messages of a range how many of its ids are wanted. Those that were deferred are.
+    /// Learns from the first messages of a range how many of its ids can be handled. Those that were deferred cannot: behind a key
+    /// that fails there may be very many.
     fn sift(&mut self, claimed: &Claimed, read: &Read, page: &Result<Page>) {
         let Ok(page) = page else { return };
-        let found = page.messages.len();
-        match (page.messages.last(), claimed.pending.first()) {
+        let ids = match (page.messages.last(), claimed.pending.first()) {
             // Those beyond the last message were not looked at.
-            (Some(last), Some(first)) if page.more => {
-                self.shares.found(claimed.lanes, found, (last.id - first + 1) as usize);
-            }
-            _ => {
-                let deferred = match self.limited {
-                    true => 0,
-                    false => read.ids.saturating_sub(claimed.pending.len()),
-                };
-                self.shares.found(claimed.lanes, found + deferred, read.ids);
-            }
-        }
+            (Some(last), Some(first)) if page.more => (last.id - first + 1) as usize,
+            _ => read.ids,
+        };
+        self.shares.found(claimed.lanes, page.messages.len(), ids);
     }
 
     /// These lanes have nothing of what was seen; when none has, the watcher says when there is more.
