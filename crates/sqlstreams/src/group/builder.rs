@@ -1,17 +1,16 @@
-//! Consumer groups: creating, finding, describing and dropping them.
+//! Groups that are to be opened or created, and how they are to be set.
 
 use std::time::{Duration, SystemTime};
 
-use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
+use super::{Group, Mode, RetryPolicy};
 use crate::binding::{self, Binding};
 use crate::client::Client;
 use crate::consume::ConsumerBuilder;
 use crate::error::{Error, ErrorKind, Result};
 use crate::name::{check_name, shorten};
 use crate::payload::{Codec, Json};
-use crate::queries::Query;
 use crate::stream::{Stream, existing};
 
 /// Where a new group starts to read.
@@ -27,114 +26,6 @@ pub enum Start {
     Id(i64),
     /// With the first message produced at or after this time, by the database's clock.
     Time(SystemTime),
-}
-
-/// How often and when a group tries again what failed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[non_exhaustive]
-pub struct RetryPolicy {
-    /// After so many failed attempts a message is dead. At least 1. Default: 5.
-    pub max_attempts: u32,
-    /// The bound of the delay before the second attempt. Default: 1 s.
-    pub backoff_base: Duration,
-    /// By how much the bound grows from attempt to attempt, 1 to 1000. Default: 2.
-    pub backoff_factor: f64,
-    /// What the bound never exceeds. Default: 5 min.
-    pub backoff_cap: Duration,
-}
-
-impl Default for RetryPolicy {
-    fn default() -> Self {
-        Self {
-            max_attempts: 5,
-            backoff_base: Duration::from_secs(1),
-            backoff_factor: 2.0,
-            backoff_cap: Duration::from_secs(300),
-        }
-    }
-}
-
-impl RetryPolicy {
-    /// The default policy with other attempts.
-    pub fn attempts(max_attempts: u32) -> Self {
-        Self { max_attempts, ..Self::default() }
-    }
-
-    /// The delay before the next attempt is drawn evenly from 0 to a bound: `base`, then `factor` times as much with every
-    /// attempt, at most `cap`.
-    #[must_use]
-    pub fn backoff(mut self, base: Duration, factor: f64, cap: Duration) -> Self {
-        (self.backoff_base, self.backoff_factor, self.backoff_cap) = (base, factor, cap);
-        self
-    }
-}
-
-/// How a group hands out its messages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Mode {
-    /// As many at once as there are handlers. The default.
-    #[default]
-    Parallel,
-    /// Messages of one key one at a time, in id order, whatever fails or dies; other keys never wait for that. While one is to be
-    /// tried again, those of its key behind it wait. Messages without a key are parallel.
-    Ordered,
-    /// As many at once as there are handlers, but where very many of one key wait, those of other keys do not wait behind them: the
-    /// key is the tenant. Messages without a key are spread as if each were another's.
-    Fair,
-}
-
-impl Mode {
-    /// Its name in the database and on the command line.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Parallel => "parallel",
-            Self::Ordered => "ordered",
-            Self::Fair => "fair",
-        }
-    }
-}
-
-impl std::fmt::Display for Mode {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl std::str::FromStr for Mode {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        let modes = [Self::Parallel, Self::Ordered, Self::Fair];
-        modes.into_iter().find(|mode| mode.as_str() == name).ok_or_else(|| {
-            let text = format!("unknown mode {}", shorten(name));
-            Error::new(ErrorKind::InvalidArgument, text)
-                .with_hint("Choose parallel, ordered or fair.")
-        })
-    }
-}
-
-/// A consumer group of a stream. From [`GroupBuilder`].
-pub struct Group<T, C = Json> {
-    pub(crate) stream: Stream<T, C>,
-    pub(crate) id: i64,
-    pub(crate) name: String,
-}
-
-impl<T, C> Clone for Group<T, C> {
-    fn clone(&self) -> Self {
-        Self { stream: self.stream.clone(), id: self.id, name: self.name.clone() }
-    }
-}
-
-impl<T, C> std::fmt::Debug for Group<T, C> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Group")
-            .field("stream", &self.stream)
-            .field("id", &self.id)
-            .field("name", &self.name)
-            .finish()
-    }
 }
 
 /// A group that is to be opened or created; from [`Stream::group`].
@@ -171,53 +62,9 @@ impl<T, C> Clone for GroupBuilder<T, C> {
     }
 }
 
-/// Where a group stands, and how it is set.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct GroupStatus {
-    /// The stream's name.
-    pub stream: String,
-    /// The group's name.
-    pub group: String,
-    /// Every id up to here was handed out.
-    pub claimed: i64,
-    /// Every id up to here is done or has become an exception.
-    pub resolved: i64,
-    /// The last id drawn in the stream.
-    pub head: i64,
-    /// How many ids there are beyond `claimed`: an upper bound of the messages that wait.
-    pub lag: i64,
-    /// Leases that are open, also those that ran out or were handed back and wait for a new owner.
-    pub open_leases: i64,
-    /// Exceptions that wait for their next attempt.
-    pub ready: i64,
-    /// Exceptions that are being tried.
-    pub inflight: i64,
-    /// Messages of an ordered group that wait for an earlier one of their key.
-    pub deferred: i64,
-    /// Dead letters.
-    pub dead: i64,
-    /// About how many messages had [expired](crate::Outgoing::expires_in) before a handler could have them, as its consumers tell every
-    /// few seconds and when they stop; one that dies may not have told of its last.
-    pub expired: i64,
-    /// The same of messages that were to be tried again when a newer one of their key had come: see
-    /// [`newest_only`](GroupBuilder::newest_only).
-    pub superseded: i64,
-    /// Nothing is handed out: see [`Group::pause`].
-    pub paused: bool,
-    /// See [`GroupBuilder::max_in_flight`]; `None`: no limit.
-    pub max_in_flight: Option<u32>,
-    /// See [`GroupBuilder::rate_limit`]; `None`: no limit.
-    pub rate_limit: Option<f64>,
-    /// How it hands out its messages.
-    pub mode: Mode,
-    /// Of each key only the newest message: see [`GroupBuilder::newest_only`].
-    pub newest_only: bool,
-    /// How long a lease lasts without a heartbeat.
-    pub lease: Duration,
-    /// How failures are tried again.
-    pub retry: RetryPolicy,
-}
+/// The shortest and the longest lease.
+const LEASE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(86_400));
+const MOST_BACKOFF: Duration = Duration::from_secs(365 * 86_400);
 
 impl<T, C> GroupBuilder<T, C> {
     pub(crate) fn new(stream: Stream<T, C>, name: String) -> Self {
@@ -510,213 +357,23 @@ impl<T, C> GroupBuilder<T, C> {
     }
 }
 
-/// The shortest and the longest lease.
-const LEASE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(86_400));
-const MOST_BACKOFF: Duration = Duration::from_secs(365 * 86_400);
-
 /// A group's settings as the protocol takes them: seconds, and `None` for what is to stay as it is.
 #[derive(Debug, Default, PartialEq)]
-struct Settings {
-    lease: Option<f64>,
-    max_attempts: Option<i32>,
-    backoff_base: Option<f64>,
-    backoff_factor: Option<f64>,
-    backoff_cap: Option<f64>,
-    max_in_flight: Option<i32>,
-    rate_limit: Option<f64>,
-    transactional: Option<bool>,
-    newest_only: Option<bool>,
+pub(super) struct Settings {
+    pub(super) lease: Option<f64>,
+    pub(super) max_attempts: Option<i32>,
+    pub(super) backoff_base: Option<f64>,
+    pub(super) backoff_factor: Option<f64>,
+    pub(super) backoff_cap: Option<f64>,
+    pub(super) max_in_flight: Option<i32>,
+    pub(super) rate_limit: Option<f64>,
+    pub(super) transactional: Option<bool>,
+    pub(super) newest_only: Option<bool>,
 }
 
 impl<T: Send + 'static, C: Codec<T>> GroupBuilder<T, C> {
     /// A consumer of the group, which is created if it is missing; see [`ConsumerBuilder`].
     pub fn consumer(self) -> ConsumerBuilder<T, C> {
         ConsumerBuilder::new(self)
-    }
-}
-
-impl<T: Send + 'static, C: Codec<T>> Group<T, C> {
-    /// A consumer of the group; see [`ConsumerBuilder`].
-    pub fn consumer(&self) -> ConsumerBuilder<T, C> {
-        ConsumerBuilder::new(GroupBuilder::new(self.stream.clone(), self.name.clone()))
-    }
-}
-
-impl<T, C> Group<T, C> {
-    /// How it hands out its messages.
-    ///
-    /// # Errors
-    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's.
-    pub async fn mode(&self) -> Result<Mode> {
-        let stream = &self.stream.inner;
-        let find = &stream.client.inner.queries.find_group;
-        let rows =
-            stream.client.query(find, &[&stream.id, &self.name], "look at the group").await?;
-        match rows.first() {
-            Some(row) => row.get::<_, &str>(7).parse(),
-            None => {
-                let text = format!("group {} was dropped", shorten(&self.name));
-                Err(Error::new(ErrorKind::UnknownGroup, text))
-            }
-        }
-    }
-
-    /// Changes how it hands out its messages.
-    ///
-    /// # Errors
-    /// [`GroupBusy`](ErrorKind::GroupBusy) while messages of it are handed out or wait for another attempt: ask again when it has
-    /// caught up, or stop its consumers first. A paused one keeps what it holds.
-    pub async fn set_mode(&self, mode: Mode) -> Result<()> {
-        let stream = &self.stream.inner;
-        let set = &stream.client.inner.queries.set_mode;
-        let params: [&(dyn ToSql + Sync); 3] = [&stream.id, &self.id, &mode.as_str()];
-        stream.client.query(set, &params, "change the group's mode").await?;
-        Ok(())
-    }
-
-    /// Its number: `group_id` in the stream's tables.
-    pub fn id(&self) -> i64 {
-        self.id
-    }
-
-    /// Its name.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
-    /// Where it stands now.
-    ///
-    /// # Errors
-    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's.
-    pub async fn status(&self) -> Result<GroupStatus> {
-        let mut found = self.stream.status_of(Some(&self.name)).await?;
-        found.pop().ok_or_else(|| {
-            Error::new(
-                ErrorKind::UnknownGroup,
-                format!("group {} was dropped", shorten(&self.name)),
-            )
-        })
-    }
-
-    /// Stops handing out messages to the group's consumers, wherever they run. What handlers have in hand is finished; what
-    /// waits for a handler goes on waiting. Takes effect within a second. Doing it twice is harmless.
-    ///
-    /// # Errors
-    /// [`UnknownGroup`](ErrorKind::UnknownGroup), or the database's.
-    pub async fn pause(&self) -> Result<()> {
-        let queries = &self.stream.inner.client.inner.queries;
-        self.call(&queries.pause_group, "pause the group").await
-    }
-
-    /// Hands out messages again.
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
-    pub async fn resume(&self) -> Result<()> {
-        let queries = &self.stream.inner.client.inner.queries;
-        self.call(&queries.resume_group, "resume the group").await
-    }
-
-    /// Lets consumers settle in their handlers' transactions.
-    pub(crate) async fn allow_transactions(&self) -> Result<()> {
-        self.alter(&Settings { transactional: Some(true), ..Settings::default() }).await
-    }
-
-    async fn alter(&self, settings: &Settings) -> Result<()> {
-        let stream = &self.stream.inner;
-        let params: [&(dyn ToSql + Sync); 11] = [
-            &stream.id,
-            &self.id,
-            &settings.lease,
-            &settings.max_attempts,
-            &settings.backoff_base,
-            &settings.backoff_factor,
-            &settings.backoff_cap,
-            &settings.max_in_flight,
-            &settings.rate_limit,
-            &settings.transactional,
-            &settings.newest_only,
-        ];
-        let alter = &stream.client.inner.queries.alter_group;
-        stream.client.query(alter, &params, "change the group").await?;
-        Ok(())
-    }
-
-    async fn call(&self, query: &Query, doing: &str) -> Result<()> {
-        let stream = &self.stream.inner;
-        stream.client.query(query, &[&stream.id, &self.id], doing).await?;
-        Ok(())
-    }
-
-    /// Drops the group with its cursor, its leases and its exceptions, dead letters too. There is no way back.
-    ///
-    /// # Errors
-    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it is gone already, or the database's.
-    pub async fn drop_group(self) -> Result<()> {
-        let client = &self.stream.inner.client;
-        client
-            .query(
-                &client.inner.queries.drop_group,
-                &[&self.stream.inner.id, &self.id],
-                "drop the group",
-            )
-            .await?;
-        Ok(())
-    }
-}
-
-impl<T, C> Stream<T, C> {
-    /// Where the stream's groups stand, by name.
-    ///
-    /// # Errors
-    /// The database's.
-    pub async fn groups(&self) -> Result<Vec<GroupStatus>> {
-        self.status_of(None).await
-    }
-
-    async fn status_of(&self, group: Option<&str>) -> Result<Vec<GroupStatus>> {
-        let client = &self.inner.client;
-        let rows = client
-            .query(
-                &client.inner.queries.list_cursors,
-                &[&Some(self.name()), &group],
-                "look at the groups",
-            )
-            .await?;
-        rows.iter().map(GroupStatus::from_row).collect()
-    }
-}
-
-impl GroupStatus {
-    fn from_row(row: &Row) -> Result<Self> {
-        let seconds = |column: usize| Duration::from_secs_f64(row.get::<_, f64>(column).max(0.0));
-        let number = |n: i32| u32::try_from(n).unwrap_or_default();
-        Ok(Self {
-            stream: row.get(0),
-            group: row.get(1),
-            claimed: row.get(2),
-            resolved: row.get(3),
-            head: row.get(4),
-            lag: row.get(5),
-            open_leases: row.get(6),
-            ready: row.get(7),
-            inflight: row.get(8),
-            dead: row.get(9),
-            paused: row.get(10),
-            max_in_flight: row.get::<_, Option<i32>>(11).map(number),
-            rate_limit: row.get(12),
-            lease: seconds(13),
-            retry: RetryPolicy {
-                max_attempts: number(row.get(14)),
-                backoff_base: seconds(15),
-                backoff_factor: row.get(16),
-                backoff_cap: seconds(17),
-            },
-            deferred: row.get(18),
-            mode: row.get::<_, &str>(19).parse()?,
-            newest_only: row.get(20),
-            expired: row.get(21),
-            superseded: row.get(22),
-        })
     }
 }
