@@ -48,6 +48,23 @@ BEGIN
     END IF;
 END $$;
 
+-- Refuses an argument unless p_holds.
+CREATE OR REPLACE FUNCTION require_that(p_holds boolean, p_text text, p_hint text) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF p_holds IS NOT TRUE THEN
+        RAISE EXCEPTION '%', p_text USING ERRCODE = 'SQ004', HINT = p_hint;
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION require_limit(p_limit bigint) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    IF p_limit < 1 THEN
+        RAISE EXCEPTION 'a limit is at least 1, not %', p_limit USING ERRCODE = 'SQ004', HINT = 'Say how many at most.';
+    END IF;
+END $$;
+
 CREATE OR REPLACE FUNCTION require_name(p_what text, p_name text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN

@@ -55,6 +55,8 @@ DECLARE
 BEGIN
     PERFORM require_compacted(s);
     PERFORM require_read_committed();
+    PERFORM require_limit(p_limit);
+    PERFORM require_that(p_min_age BETWEEN '0' AND '1000 years' AND p_tombstone_age BETWEEN '0' AND '1000 years', 'messages are removed at an age of 0 to 1000 years', 'The defaults are 5 minutes, and 24 hours for tombstones.');
     SELECT 0, 0, p_after, p_after, false INTO looked_at, removed, upto, floor, busy;
     IF NOT pg_try_advisory_xact_lock(compact_lock(p_stream)) THEN
         busy := true;

@@ -106,6 +106,7 @@ LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
 DECLARE
     s stream := find_compacted(p_stream);
 BEGIN
+    PERFORM require_that(p_limit >= 1, format('a page holds at least 1 message, not %s', coalesce(p_limit::text, 'NULL')), 'The default is 100.');
     RETURN QUERY EXECUTE format('SELECT m.id, m.key, m.routing_key, m.headers, m.produced_at, m.expires_at, m.payload::text FROM %I($1, $2) AS m', 'current_messages_' || s.id) USING p_after, p_limit;
 END $$;
 

@@ -44,6 +44,7 @@ DECLARE
     ids bigint[];
 BEGIN
     PERFORM require_group(p_stream, p_group);
+    PERFORM require_limit(p_limit);
     -- In id order and skipping what another operator has in hand, so that two of them never wait for each other.
     EXECUTE format(
         'SELECT coalesce(array_agg(message_id ORDER BY message_id), ''{}'') FROM (

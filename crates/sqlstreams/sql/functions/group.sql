@@ -111,6 +111,16 @@ BEGIN
         RAISE EXCEPTION 'group % cannot receive only the newest message of each key: stream % is not compacted', quote_ident(old.name), quote_ident(s.name)
             USING ERRCODE = 'SQ004', HINT = 'Only a compacted stream knows it; whether a stream is, is said when it is created.';
     END IF;
+    PERFORM require_that(coalesce(p_lease_duration, '1 s') BETWEEN '100 milliseconds' AND '1 day', format('a lease lasts 100 ms to 1 day, not %s', p_lease_duration),
+                         'The default, 15 seconds, suits most groups.');
+    PERFORM require_that(coalesce(p_max_attempts, 1) >= 1, format('a message has at least one attempt, not %s', p_max_attempts), 'The default is 5.');
+    PERFORM require_that(coalesce(p_backoff_base, '0') BETWEEN '0' AND '365 days' AND coalesce(p_backoff_cap, '0') BETWEEN '0' AND '365 days',
+                         format('the delay after a failure has bounds from 0 to 365 days, not %s', concat_ws(' and ', p_backoff_base, p_backoff_cap)),
+                         'The defaults are 1 second, doubled with every attempt, and at most 5 minutes.');
+    PERFORM require_that(coalesce(p_backoff_factor, 1) BETWEEN 1 AND 1000, format('the delay after a failure grows by a factor of 1 to 1000, not %s', p_backoff_factor), 'The default is 2.');
+    PERFORM require_that(coalesce(p_max_in_flight, 0) >= 0, format('so many messages in flight are no limit: %s', p_max_in_flight), 'Choose at least 1, or 0 for no limit.');
+    PERFORM require_that(coalesce(p_rate_limit, 0) = 0 OR p_rate_limit BETWEEN 1e-6 AND 1e9, format('a rate limit is 0.000001 to 1,000,000,000 messages a second, not %s', p_rate_limit),
+                         'Choose one of these, or 0 for no limit.');
     UPDATE consumer_group AS g SET
         lease_duration = n.lease_duration, max_attempts = n.max_attempts,
         backoff_base = n.backoff_base, backoff_factor = n.backoff_factor, backoff_cap = n.backoff_cap,
@@ -135,6 +145,7 @@ CREATE OR REPLACE FUNCTION count_passed_over(p_stream bigint, p_group bigint, p_
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 BEGIN
     PERFORM require_group(p_stream, p_group);
+    PERFORM require_that(p_expired >= 0 AND p_superseded >= 0, 'messages that went by are counted upwards', 'Say how many more there were.');
     INSERT INTO group_tally AS t (group_id, expired, superseded) VALUES (p_group, p_expired, p_superseded)
         ON CONFLICT (group_id) DO UPDATE SET expired = t.expired + EXCLUDED.expired, superseded = t.superseded + EXCLUDED.superseded;
 END $$;

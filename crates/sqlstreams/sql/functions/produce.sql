@@ -53,6 +53,10 @@ BEGIN
             rounds  int := 0;
             marker  uuid;
         BEGIN
+            IF EXISTS (SELECT FROM unnest(ARRAY[cardinality(p_keys), cardinality(p_routing_keys), cardinality(p_headers), cardinality(p_idempotency_keys), cardinality(p_deliver_at),
+                                                cardinality(p_delays), cardinality(p_expires_at), cardinality(p_expires_in), cardinality(p_expected)]) AS n WHERE n NOT IN (0, cardinality(p_payloads))) THEN
+                PERFORM %1$I.require_that(false, 'the arrays of a batch are of one length, or empty', 'Give each message a place in each of them: NULL for none.');
+            END IF;
             IF cardinality(p_expected) > 0 THEN
                 PERFORM %1$I.require_latest(%5$s, p_keys, p_expected);
             END IF;
@@ -140,11 +144,20 @@ BEGIN
         RAISE EXCEPTION 'an idempotency key takes 1 to 1024 bytes, this one has %', octet_length(p_idempotency_key)
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
     END IF;
+    PERFORM require_that(p_payload IS NOT NULL OR s.compacted, format('a message of stream %I has a payload', s.name), 'Only in a compacted stream NULL removes a key.');
+    PERFORM require_that(p_key IS NOT NULL OR NOT s.compacted, format('a message of compacted stream %I has a key', s.name), 'Say which value it is.');
+    PERFORM require_that(coalesce(octet_length(p_key), 0) <= 1024, format('a key takes at most 1024 bytes, this one has %s', octet_length(p_key)), 'Choose a shorter one.');
+    PERFORM require_that(coalesce(octet_length(p_routing_key), 0) <= 255, format('a routing key takes at most 255 bytes, this one has %s', octet_length(p_routing_key)), 'Choose a shorter one.');
+    PERFORM require_that(coalesce(jsonb_typeof(p_headers), 'object') = 'object', format('headers are a JSON object, not %s', jsonb_typeof(p_headers)), 'Write {"name": "value"}.');
+    PERFORM require_that(p_delay IS NULL OR p_deliver_at IS NULL, 'a message is due after a delay or at a time, not both', 'Give one of p_delay and p_deliver_at.');
+    PERFORM require_that(p_expires_in IS NULL OR p_expires_at IS NULL, 'a message expires after a time or at a time, not both', 'Give one of p_expires_in and p_expires_at.');
+    PERFORM require_that(coalesce(p_delay, '0') BETWEEN '0' AND '200000 years' AND coalesce(p_expires_in, '0') BETWEEN '0' AND '200000 years',
+                         'a delay, and a time to expire, is 0 to 200000 years long', 'Leave it out for none.');
+    PERFORM require_that(coalesce(p_deliver_at, '-infinity') < 'infinity', 'a message that is due at infinity would never be delivered', 'Give the time at which it is to be.');
     IF p_expect_latest IS NOT NULL AND (p_idempotency_key IS NOT NULL OR p_delay IS NOT NULL OR p_deliver_at IS NOT NULL) THEN
         RAISE EXCEPTION 'a message that expects what is latest is neither delayed nor has it an idempotency key'
             USING ERRCODE = 'SQ004', HINT = 'Sent twice, it is refused the second time.';
     END IF;
-    -- Where both are given, the time counts.
     RETURN QUERY EXECUTE format(
         'SELECT p.id, p.delayed, p.duplicate, p.differs FROM %I(ARRAY[$1], ARRAY[$2], ARRAY[$3], ARRAY[$4::%s], ARRAY[$5], ARRAY[$6], ARRAY[$7], ARRAY[$8], ARRAY[$9], CASE WHEN $10 IS NULL THEN ''{}'' ELSE ARRAY[$10] END) AS p',
         'produce_' || s.id, s.payload_type)
@@ -163,6 +176,7 @@ DECLARE
     s      stream := require_stream(p_stream);
     oldest timestamptz := clock_timestamp() - s.idempotency_window;
 BEGIN
+    PERFORM require_limit(p_limit);
     IF NOT pg_try_advisory_xact_lock(hashtextextended('sqlstreams expire keys ' || current_schema(), p_stream)) THEN
         RETURN;
     END IF;

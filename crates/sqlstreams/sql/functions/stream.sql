@@ -152,7 +152,8 @@ BEGIN
     -- Messages that are not due yet. They get their place in the log when they are: see functions/delayed.sql.
     EXECUTE format(
         'CREATE TABLE %I (
-             deliver_at  timestamptz NOT NULL,
+             -- what is due at no time would be in the way of all others
+             deliver_at  timestamptz NOT NULL CHECK (isfinite(deliver_at)),
              id          bigint GENERATED ALWAYS AS IDENTITY (SEQUENCE NAME %I CACHE 1) UNIQUE,
              key         text COLLATE "C" CHECK (octet_length(key) <= 1024),
              routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),

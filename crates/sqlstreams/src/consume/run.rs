@@ -23,7 +23,7 @@ use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::group::{Group, GroupBuilder, Mode};
 use crate::payload::Codec;
-use crate::wake::Watcher;
+use crate::wake::{Watcher, move_overdue};
 
 /// How long it may take to look at the group, or to make it.
 const OPEN: Duration = Duration::from_secs(30);
@@ -180,7 +180,9 @@ async fn try_open<T, C: Codec<T>>(
     }
     let goal = match settings.until_caught_up {
         true => {
-            Some(Protocol { stream: group.stream.inner.clone(), group: group.id }.head().await?)
+            let stream = group.stream.inner.clone();
+            move_overdue(&stream.client, stream.id).await?;
+            Some(Protocol { stream, group: group.id }.head().await?)
         }
         false => None,
     };

@@ -56,6 +56,33 @@ struct From {
     without: bool,
 }
 
+/// Moves what is overdue now, or waits for others to do so: for whoever wants all that there is.
+pub(crate) async fn move_overdue(client: &Client, stream: i64) -> Result<()> {
+    let (mut from, mut begun, mut room) = ((None, 0), None, 0);
+    loop {
+        let moved = move_some(client, stream, from).await?;
+        let begun = *begun.get_or_insert(moved.looked_at);
+        if moved.no_room {
+            room += 1;
+            if room > 100 {
+                let text = "partitions are used up as fast as they are made";
+                return Err(Error::new(ErrorKind::Database, text));
+            }
+            make_room(client, stream).await?;
+        } else if moved.busy {
+            tokio::time::sleep(Duration::from_millis(OTHERS_FIRST.start)).await;
+        } else if moved.next.is_none_or(|next| next > 0) {
+            return Ok(());
+        }
+        if let Some((at, id)) = moved.upto {
+            if at > begun {
+                return Ok(());
+            }
+            from = (Some(at), id);
+        }
+    }
+}
+
 /// What came of one transaction.
 struct Moved {
     count: i64,
@@ -209,25 +236,20 @@ impl Moving {
         let mut from = (from, 0);
         let (mut any, mut room) = (false, 0);
         loop {
-            let moved = match self.move_some(from).await {
+            let moved = match move_some(&self.client, self.stream, from).await {
                 // Others use up the partitions as well.
                 Err(error) if error.is_out_of_partitions() && room < 3 => None,
                 moved => Some(moved?),
             };
             let Some(moved) = moved.filter(|moved| !moved.no_room) else {
                 room += 1;
-                self.make_room().await?;
+                make_room(&self.client, self.stream).await?;
                 if room > 3 {
                     return Ok(Some(Instant::now() + TROUBLE));
                 }
                 continue;
             };
-            if moved.count > 0 {
-                any = true;
-                let watcher = &self.client.inner.watcher;
-                watcher.rang(self.stream);
-                Bell::ring(&self.client, self.stream);
-            }
+            any |= moved.count > 0;
             if let Some((at, id)) = moved.upto {
                 from = (Some(at), id);
             }
@@ -245,30 +267,35 @@ impl Moving {
             return Ok(moved.next.map(|next| waiting.when(next)));
         }
     }
+}
 
-    async fn move_some(&self, from: (Option<SystemTime>, i64)) -> Result<Moved> {
-        let doing = "move delayed messages";
-        let connection = self.client.connection(doing).await?;
-        let params: [&(dyn ToSql + Sync); 4] = [&self.stream, &from.0, &from.1, &MOST];
-        let query = &self.client.inner.queries.move_delayed;
-        let answer = answered(LIMIT, transact(&connection, BEGIN, query, &params), doing).await;
-        let rows = self.client.keep(connection, answer)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| Error::new(ErrorKind::Database, "no answer from move_delayed"))?;
-        Ok(Moved {
-            count: row.get(0),
-            upto: row.get::<_, Option<SystemTime>>(1).zip(row.get(2)),
-            looked_at: row.get(3),
-            next: row.get(4),
-            busy: row.get(5),
-            no_room: row.get(6),
-        })
+async fn move_some(client: &Client, stream: i64, from: (Option<SystemTime>, i64)) -> Result<Moved> {
+    let doing = "move delayed messages";
+    let connection = client.connection(doing).await?;
+    let params: [&(dyn ToSql + Sync); 4] = [&stream, &from.0, &from.1, &MOST];
+    let query = &client.inner.queries.move_delayed;
+    let answer = answered(LIMIT, transact(&connection, BEGIN, query, &params), doing).await;
+    let rows = client.keep(connection, answer)?;
+    let row = rows
+        .first()
+        .ok_or_else(|| Error::new(ErrorKind::Database, "no answer from move_delayed"))?;
+    let count = row.get(0);
+    if count > 0 {
+        client.inner.watcher.rang(stream);
+        Bell::ring(client, stream);
     }
+    Ok(Moved {
+        count,
+        upto: row.get::<_, Option<SystemTime>>(1).zip(row.get(2)),
+        looked_at: row.get(3),
+        next: row.get(4),
+        busy: row.get(5),
+        no_room: row.get(6),
+    })
+}
 
-    async fn make_room(&self) -> Result<()> {
-        let ensure = &self.client.inner.queries.ensure_partitions;
-        let params: [&(dyn ToSql + Sync); 2] = [&self.stream, &AHEAD];
-        self.client.query(ensure, &params, "make partitions").await.map(drop)
-    }
+async fn make_room(client: &Client, stream: i64) -> Result<()> {
+    let ensure = &client.inner.queries.ensure_partitions;
+    let params: [&(dyn ToSql + Sync); 2] = [&stream, &AHEAD];
+    client.query(ensure, &params, "make partitions").await.map(drop)
 }

@@ -16,4 +16,5 @@ mod session;
 mod watcher;
 
 pub(crate) use self::bell::{Bell, Turn};
+pub(crate) use self::delayed::move_overdue;
 pub(crate) use self::watcher::{Seen, Watch, Watcher};

@@ -63,6 +63,25 @@ async fn messages_come_when_they_are_due_in_that_order() {
     assert_eq!(count(&db, WAITING).await, 0);
 }
 
+/// Whoever consumes until caught up has what was due when it began, though nobody consumed before.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_overdue_is_there_to_be_caught_up_with() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let numbers: Vec<u64> = (0..5_000).collect();
+    let all = numbers.iter().map(|n| Outgoing::new(n).delay(Duration::from_millis(1)));
+    let all: Vec<_> = all.chain([Outgoing::new(&0).delay(HOUR)]).collect();
+    stream.producer().send_all(all).await.unwrap();
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    let (first, second) = (stream.group("a").consumer(), stream.group("b").ordered().consumer());
+    let (first, second) = tokio::join!(
+        first.until_caught_up().run(async |_: sqlstreams::Delivery<u64>| {}),
+        second.until_caught_up().run(async |_: sqlstreams::Delivery<u64>| {}),
+    );
+    assert_eq!((first.unwrap().handled, second.unwrap().handled), (5_000, 5_000));
+    assert_eq!(count(&db, WAITING).await, 1);
+}
+
 #[tokio::test]
 async fn they_can_be_listed_and_cancelled_until_they_are_due() {
     let (client, db) = client().await;

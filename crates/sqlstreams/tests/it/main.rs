@@ -62,6 +62,7 @@ mod running;
 mod scene;
 mod schema;
 mod shutdown;
+mod sql_arguments;
 mod support;
 mod surplus;
 mod tokens;
