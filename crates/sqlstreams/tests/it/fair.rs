@@ -595,3 +595,22 @@ async fn a_change_of_mode_keeps_each_lane_where_it_is() {
         assert_eq!(consumed.unwrap().handled, behind, "{modes:?}");
     }
 }
+
+/// However the last claims fall, a consumer that has everything ends. Most messages are one key's, so that claims are for the other
+/// lanes only, up to the last.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn consumers_of_a_fair_group_end_when_they_have_caught_up() {
+    let (client, _) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    send_big(&stream, 2_000).await;
+    send(&stream, (0..40).map(|n| format!("t{n}"))).await;
+    for round in 0..12 {
+        let group = stream.group(format!("g{round}")).fair();
+        let consumer = group.consumer().concurrency(1 + round % 4).until_caught_up();
+        let consumed = consumer.run(async |_: Delivery<u64>| {
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        });
+        let consumed = tokio::time::timeout(Duration::from_secs(60), consumed).await;
+        assert_eq!(consumed.expect("it ends").unwrap().handled, 2_040);
+    }
+}

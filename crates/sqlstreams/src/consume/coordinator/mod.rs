@@ -216,6 +216,8 @@ impl Coordinator {
             self.claim_exceptions(1, true, ALL).await?;
             return Ok(true);
         }
+        // All there was has been read, if in parts; what comes is told of anew.
+        self.seen.fresh &= self.fairness.has_unread(ALL);
         let fresh = self.seen.fresh && self.fairness.has_unread(lanes);
         let log = open && room > 0 && (fresh || self.seen.lapsed);
         let due = open && room > 0 && self.seen.due && (self.exceptions_next || !log);
