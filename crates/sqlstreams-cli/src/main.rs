@@ -14,6 +14,7 @@ mod own_stream;
 mod payload;
 mod progress;
 mod signals;
+mod span;
 mod terminal;
 mod values;
 

@@ -4,11 +4,16 @@ use std::time::{Duration, SystemTime};
 
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
-use jiff::{SignedDuration, Timestamp};
+use jiff::Timestamp;
 use serde_json::Value;
 use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
 
-/// `15s`, `1m 30s`, `500ms`.
+use crate::span;
+
+/// What a message can be put off by.
+const LONGEST: Duration = Duration::from_secs(10_000 * 365 * 24 * 3600);
+
+/// `500ms`, `1m 30s`, `7d`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     match duration_or_none(text)? {
         Duration::ZERO => Err("it has to be longer than nothing".to_owned()),
@@ -18,12 +23,10 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 
 /// The same, or `0s`.
 pub(crate) fn duration_or_none(text: &str) -> Result<Duration, String> {
-    if text.trim().parse::<f64>().is_ok() {
-        return Err(format!("it lacks a unit: write {}s for seconds", text.trim()));
+    match span::parse(text)? {
+        duration if duration <= LONGEST => Ok(duration),
+        _ => Err("it is too long: at most 10,000 years, 3650000d".to_owned()),
     }
-    let parsed: SignedDuration =
-        text.parse().map_err(|_| "write it as 500ms, 15s, 5m or 1h 30m".to_owned())?;
-    Duration::try_from(parsed).map_err(|_| "it has to be longer than nothing".to_owned())
 }
 
 /// `on` or `off`.
@@ -53,13 +56,13 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
         return at.map(Start::Time);
     }
     if let Some(ago) = text.strip_suffix("ago")
-        && let Ok(ago) = duration(ago)
+        && let Ok(ago) = span::parse(ago)
     {
         // Longer ago than there are computers is before everything.
         let at = SystemTime::now().checked_sub(ago).filter(|at| *at >= SystemTime::UNIX_EPOCH);
         return Ok(at.map_or(Start::Beginning, Start::Time));
     }
-    Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\")"
+    Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\", \"1d ago\")"
         .to_owned())
 }
 
@@ -135,13 +138,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_have_units() {
+    fn durations_have_bounds() {
         assert_eq!(duration("1m 30s"), Ok(Duration::from_secs(90)));
-        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
-        assert!(duration("15").unwrap_err().contains("15s"));
-        assert!(duration("0s").is_err() && duration("-1s").is_err() && duration("soon").is_err());
+        assert!(duration("0s").is_err() && duration("0d").is_err() && duration("-1s").is_err());
         assert_eq!(duration_or_none("0s"), Ok(Duration::ZERO));
         assert!(duration_or_none("-1s").is_err() && duration_or_none("0").is_err());
+        assert_eq!(duration("3650000d"), Ok(LONGEST));
+        for long in ["3650000d 1ns", "99999999999d", "99999999999999999999999999999999999999999w"] {
+            assert!(duration(long).unwrap_err().contains("too long"), "{long}");
+        }
     }
 
     #[test]
@@ -166,7 +171,10 @@ mod tests {
         }
         assert_eq!(start("1970-01-01"), Ok(Start::Time(SystemTime::UNIX_EPOCH)));
         assert!(matches!(start("2h ago"), Ok(Start::Time(at)) if at < SystemTime::now()));
+        let day = Duration::from_secs(24 * 3600 + 60);
+        assert!(matches!(start("1d ago"), Ok(Start::Time(at)) if at.elapsed().unwrap() < day));
         assert_eq!(start("99999999999h ago"), Ok(Start::Beginning));
+        assert_eq!(start("99999999999999999999999w ago"), Ok(Start::Beginning));
         assert!(start("0").is_err() && start("-5").is_err() && start("yesterday").is_err());
     }
 }

@@ -29,6 +29,37 @@ fn a_stream_notifies_or_does_not() {
 }
 
 #[test]
+fn durations_may_be_days() {
+    let bench = Bench::with_orders("");
+    let alter = ["stream", "alter", "orders", "--idempotency-window"];
+    for (window, seconds) in [("7d", 604_800.0), ("1w", 604_800.0), ("365 days", 31_536_000.0)] {
+        let altered = bench.json(&[&alter[..], &[window]].concat());
+        assert_eq!(altered["idempotency_window_seconds"], seconds, "{window}");
+    }
+    bench.run(&[&alter[..], &["366d"]].concat()).assert_error(2, &["365"]);
+    bench.run(&[&alter[..], &["soon"]].concat()).assert_error(2, &["1h 30m, 7d or 2w"]);
+
+    let delayed = bench.run_with(&["produce", "orders", "--delay", "10d"], b"1\n").assert_ok();
+    assert!(delayed.stderr.contains("1 line delayed"), "{}", delayed.stderr);
+    for (delay, said) in [("inf", "write it as"), ("99999999999d", "too long"), ("15", "15s")] {
+        bench.run(&["produce", "orders", "--delay", delay]).assert_error(2, &["--delay", said]);
+    }
+    let created = bench.json(&["group", "create", "orders", "g", "--lease", "1d"]);
+    assert_eq!(created["lease_seconds"], 86_400.0);
+    bench.ok(&["consume", "orders", "-g", "h", "--from", "1d ago", "--until-caught-up"]);
+
+    bench.ok(&["stream", "create", "prices", "--compacted"]);
+    bench.ok(&["stream", "compact", "prices", "--tombstone-age", "7d"]);
+    let ages = [("--min-age", "99999999h"), ("--min-age", "1001w 400000d"), ("--tombstone-age", "400000d")];
+    for (age, long) in ages {
+        bench.run(&["stream", "compact", "prices", age, long]).assert_code(2);
+    }
+    bench
+        .run(&["stream", "compact", "prices", "--min-age", "400000d"])
+        .assert_error(2, &["min_age is above 1,000 years"]);
+}
+
+#[test]
 fn a_group_is_created_and_altered() {
     let bench = Bench::with_orders("1\n2\n3\n");
     let plain = bench.json(&["group", "create", "orders", "plain"]);
