@@ -27,7 +27,7 @@ Prints each payload on a line of its own, byte for byte; one that holds line fee
 is, so use --json where that matters. A message counts as handled once it has been written. Messages
 come in about the order of their ids; with --concurrency 1 exactly so, but for those tried again.
 With --json each message is one line: {\"id\", \"key\", \"routing_key\", \"headers\", \"produced_at\",
-\"attempt\", \"payload\"}; bytes of a bytea stream come as PostgreSQL writes them, \"\\\\x00ff\".
+\"attempt\", \"tombstone\", \"payload\"}; bytes of a bytea stream come as PostgreSQL writes them, \"\\\\x00ff\".
 
 With --exec, which takes the rest of the command line, the command runs once for each message, with
 the payload on its stdin; what it prints is passed on. Its exit code decides:
@@ -35,8 +35,9 @@ the payload on its stdin; what it prints is passed on. Its exit code decides:
   65             a dead letter at once, for the reason it gave on stderr
   anything else  failed (also when killed by a signal): tried again after a while, at most
                  --max-attempts times, then a dead letter; the end of its stderr is kept as the error
-It finds SQLSTREAMS_ID, SQLSTREAMS_KEY (unset without a key), SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM
-and SQLSTREAMS_GROUP in its environment, and for a tombstone SQLSTREAMS_TOMBSTONE=1.
+It finds SQLSTREAMS_ID, SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM and SQLSTREAMS_GROUP in its environment;
+SQLSTREAMS_KEY, SQLSTREAMS_ROUTING_KEY and SQLSTREAMS_HEADERS, a JSON object, where the message has
+them; and for a tombstone SQLSTREAMS_TOMBSTONE=1. Headers above 127 KiB make it a dead letter.
 
 Every message reaches the group at least once; consumers of one group share its messages. The first
 Ctrl-C or SIGTERM lets running commands finish and hands everything else back, so that nothing is
