@@ -4,6 +4,7 @@
 //! what went wrong into a line, a hint and an exit code ([`failure`]).
 
 mod bench;
+mod calendar;
 mod cli;
 mod commands;
 mod context;

@@ -2,13 +2,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use jiff::civil::DateTime;
-use jiff::tz::TimeZone;
-use jiff::Timestamp;
 use serde_json::Value;
 use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
 
-use crate::span;
+use crate::{calendar, span};
 
 /// What a message can be put off by.
 const LONGEST: Duration = Duration::from_secs(10_000 * 365 * 24 * 3600);
@@ -52,8 +49,8 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
             _ => Err("ids begin at 1".to_owned()),
         };
     }
-    if let Some(at) = instant(text) {
-        return at.map(Start::Time);
+    if let Some(at) = calendar::parse(text) {
+        return Ok(Start::Time(at));
     }
     if let Some(ago) = text.strip_suffix("ago")
         && let Ok(ago) = span::parse(ago)
@@ -68,22 +65,18 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
 
 /// `2026-03-01T12:00:00Z`; without a zone it is UTC.
 pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
-    instant(text.trim()).unwrap_or_else(|| Err("write a time: 2026-03-01T12:00:00Z".to_owned()))
+    match calendar::parse(text.trim()) {
+        Some(at) if at <= SystemTime::UNIX_EPOCH + LONGEST => Ok(at),
+        Some(_) => Err("it is more than 10,000 years ahead".to_owned()),
+        None => Err("write a time: 2026-03-01T12:00:00Z".to_owned()),
+    }
 }
 
 /// Where a delayed message waits: its time and its id.
 pub(crate) fn due(text: &str) -> Result<(SystemTime, i64), String> {
-    let place = text.split_once('/').and_then(|(at, id)| Some((time(at).ok()?, id.parse().ok()?)));
+    let place = text.trim().split_once('/');
+    let place = place.and_then(|(at, id)| Some((calendar::parse(at)?, id.parse().ok()?)));
     place.ok_or_else(|| "write a time and an id: 2026-03-01T12:00:00Z/17".to_owned())
-}
-
-/// Nothing where it is no time.
-fn instant(text: &str) -> Option<Result<SystemTime, String>> {
-    let at = match text.parse::<Timestamp>() {
-        Ok(at) => at,
-        Err(_) => TimeZone::UTC.to_timestamp(text.parse::<DateTime>().ok()?).ok()?,
-    };
-    Some(SystemTime::try_from(at).map_err(|_| "that is beyond the calendar".to_owned()))
 }
 
 /// A pattern over routing keys, or JSON with `pattern`, `headers` or both.

@@ -102,7 +102,7 @@ fn delayed_lines_wait_and_can_be_taken_back() {
     // In pages.
     let after = format!("{}/{}", list[1]["deliver_at"].as_str().unwrap(), list[1]["id"]);
     let ran = bench.run(&["delayed", "list", "orders", "--limit", "2"]).assert_ok();
-    let hint = format!("2 shown of 4; for more: --after {after} ");
+    let hint = format!("2 shown of 4; for more: --after '{after}' ");
     assert!(ran.stderr.contains(&hint), "{}", ran.stderr);
     let rest = bench.json(&["delayed", "list", "orders", "--after", &after]);
     assert_eq!(rest.as_array().unwrap().as_slice(), &list.as_array().unwrap()[2..]);
@@ -257,8 +257,11 @@ fn headers_are_given_or_come_from_a_field() {
     let produce = ["produce", "orders", "--headers", "{\"region\": \"eu\", \"n\": 1}"];
     bench.run_with(&produce, b"1\n").assert_ok();
     let both = [&produce[..], &["--headers-field", "h"]].concat();
-    bench.run_with(&both, b"{\"h\": {\"n\": 2, \"deep\": {\"a\": null}}}\n{\"h\": {}}\n").assert_ok();
-    let ran = bench.run(&["consume", "orders", "-g", "g", "--until-caught-up", "--json", "-c", "1"]);
+    bench
+        .run_with(&both, b"{\"h\": {\"n\": 2, \"deep\": {\"a\": null}}}\n{\"h\": {}}\n")
+        .assert_ok();
+    let ran =
+        bench.run(&["consume", "orders", "-g", "g", "--until-caught-up", "--json", "-c", "1"]);
     let headers: Vec<Value> = ran
         .text()
         .lines()
@@ -306,10 +309,14 @@ fn a_message_may_expect_the_latest() {
     let lines = "{\"of\":\"b\",\"was\":2}\n{\"of\":\"a\",\"was\":3}\n{\"of\":\"c\",\"was\":0}\n";
     let refused = send(&[&fields[..], &["--batch", "1", "--json"]].concat(), lines).assert_code(1);
     let error = refused.error();
-    assert_eq!((&error["line"], &error["stored"], &error["next_line"]), (&json!(2), &json!(1), &json!(2)));
+    assert_eq!(
+        (&error["line"], &error["stored"], &error["next_line"]),
+        (&json!(2), &json!(1), &json!(2))
+    );
     send(&fields, "{\"of\":\"a\"}\n").assert_error(1, &["line 1: no id: there is no field"]);
     send(&["--expect-latest", "-1"], "").assert_error(2, &["--expect-latest"]);
-    send(&["--expect-latest", "1", "--expect-latest-field", "was"], "").assert_error(2, &["cannot be used with"]);
+    send(&["--expect-latest", "1", "--expect-latest-field", "was"], "")
+        .assert_error(2, &["cannot be used with"]);
     let args = ["produce", "orders", "--create", "--expect-latest", "0"];
     bench.run_with(&args, b"1\n").assert_error(1, &["line 1: ", "not compacted"]);
 }
