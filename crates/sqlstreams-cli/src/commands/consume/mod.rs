@@ -1,6 +1,7 @@
 //! `sqlstreams consume`.
 
 mod exec;
+mod pauses;
 mod print;
 
 use std::ffi::OsString;
@@ -38,6 +39,9 @@ the payload on its stdin; what it prints is passed on. Its exit code decides:
 It finds SQLSTREAMS_ID, SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM and SQLSTREAMS_GROUP in its environment;
 SQLSTREAMS_KEY, SQLSTREAMS_ROUTING_KEY and SQLSTREAMS_HEADERS, a JSON object, where the message has
 them; and for a tombstone SQLSTREAMS_TOMBSTONE=1. Headers above 127 KiB make it a dead letter.
+
+While the group is paused nothing comes, and --until-caught-up waits; stderr tells of it (with --json
+as {\"paused\": …} and {\"resumed\": …}).
 
 Every message reaches the group at least once; consumers of one group share its messages. The first
 Ctrl-C or SIGTERM lets running commands finish and hands everything else back, so that nothing is
@@ -137,8 +141,15 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     // Payloads and a line that redraws itself make no sense on one terminal.
     let progress = Progress::new(context, None, "messages").hidden_if(io::stdout().is_terminal());
     let ticker = tokio::spawn(tick(progress.clone(), shared.handled.clone()));
+    let pauses = tokio::spawn(pauses::tell(
+        consumer.health(),
+        pauses::Names { stream: args.stream.clone(), group: args.group.clone() },
+        progress.clone(),
+        context.json(),
+    ));
     let consumed = consume(consumer, &stream, &args, &shared, context).await;
     ticker.abort();
+    pauses.abort();
     progress.clear();
     let consumed = consumed?;
     // A group that was dropped meanwhile has none.
