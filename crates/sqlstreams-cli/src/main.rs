@@ -14,6 +14,7 @@ mod output;
 mod own_stream;
 mod payload;
 mod progress;
+mod prose;
 mod signals;
 mod span;
 mod terminal;
@@ -21,15 +22,14 @@ mod values;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use crate::cli::Cli;
 use crate::context::Context;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
+    let cli = match Cli::read() {
+        Ok(Ok(cli)) => cli,
+        Ok(Err(failure)) => return failure.report(wants_json()),
         Err(error) => return refuse(&error),
     };
     let context = Context::new(cli.global);
@@ -46,8 +46,7 @@ fn main() -> ExitCode {
 
 /// What clap has to say about the command line: help that was asked for, or what is wrong.
 fn refuse(error: &clap::Error) -> ExitCode {
-    let wants_json = std::env::args_os().any(|arg| arg == "--json");
-    if error.use_stderr() && wants_json {
+    if error.use_stderr() && wants_json() {
         let text = error.to_string();
         let (first, rest) = text.trim().split_once('\n').unwrap_or((text.trim(), ""));
         let message = first.trim_start_matches("error: ");
@@ -60,4 +59,9 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
     let _ = error.print();
     ExitCode::from(if error.use_stderr() { failure::EXIT_USAGE } else { 0 })
+}
+
+/// Whether the command line asks for JSON, whatever else is wrong with it.
+fn wants_json() -> bool {
+    std::env::args_os().any(|arg| arg == "--json")
 }

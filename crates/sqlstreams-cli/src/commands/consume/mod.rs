@@ -64,7 +64,7 @@ pub(crate) struct ConsumeArgs {
     #[arg(long, short, value_name = "GROUP")]
     group: String,
     /// Where a new group starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago' [default: beginning]
-    #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true)]
+    #[arg(long, value_name = "WHERE", value_parser = values::start)]
     from: Option<Start>,
     /// How many messages are handled at once [default: 64 when printing, 1 with --exec]
     #[arg(long, short, value_name = "N", value_parser = values::at_least_one)]

@@ -34,18 +34,23 @@ A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
     64 MiB, no key where a --…-key-field wants one) is an error that names it: its batch is refused,
     earlier batches stay, later lines are not sent.
   - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
+
 With --idempotency-key-field a line whose key was sent before, within the stream's window (see
 `stream alter`), is a duplicate: it is not stored again, and counted. So the same file may be sent
 again and again until all of it is stored. A duplicate with another payload is told on stderr.
+
 With --expect-latest or --expect-latest-field, in a compacted stream, a message is stored only if nobody
 has sent another for its key since its current value was read (`message latest --json` has the id);
 else its batch is refused, whatever --skip-invalid says, and the error (code conflict) names the key and
 with --json has latest_id. Every writer of such keys has to ask so. A batch asks once of a key: where
 lines of one follow each other, --batch 1 sends each by itself.
+
 With --delay or --deliver-at the messages wait (`delayed list`) and get their ids when they are due,
 by the database's clock.
+
 With --expires-in, counted from when they are due, or --expires-at, consumers pass over the messages
 after that, and count them as expired.
+
 After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
 
 Examples:
