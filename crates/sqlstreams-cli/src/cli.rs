@@ -1,12 +1,18 @@
 //! The command line: options that all commands share, and the list of commands.
 
+use std::any::TypeId;
+use std::ffi::OsString;
 use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
 
-use clap::{ArgAction, Args, Parser, Subcommand};
+use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
 use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
 use crate::demo::DemoArgs;
+use crate::failure::Failure;
+use crate::prose;
 
 const AFTER_HELP: &str = "\
 First steps:
@@ -43,23 +49,17 @@ pub(crate) struct Cli {
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Global {
     /// The database: a URL or `host=… dbname=…`, as psql takes it. A password is better kept in
-    /// DATABASE_URL, PGPASSWORD or ~/.pgpass: others can see command lines
-    #[arg(long, global = true, env = "DATABASE_URL", hide_env_values = true, value_name = "URL")]
+    /// DATABASE_URL, PGPASSWORD or ~/.pgpass: others can see command lines [env: DATABASE_URL]
+    #[arg(long, global = true, value_name = "URL")]
     pub(crate) database_url: Option<String>,
-    /// The schema that holds the streams
-    #[arg(
-        long,
-        global = true,
-        env = "SQLSTREAMS_SCHEMA",
-        value_name = "NAME",
-        default_value = "sqlstreams"
-    )]
-    pub(crate) schema: String,
-    /// The folder with PostgreSQL's programs, for `up`, `demo` and `bench`
-    #[arg(long, global = true, env = "SQLSTREAMS_PG_BIN", value_name = "DIR")]
+    /// The schema that holds the streams [env: SQLSTREAMS_SCHEMA] [default: sqlstreams]
+    #[arg(long, global = true, value_name = "NAME")]
+    pub(crate) schema: Option<String>,
+    /// The folder with PostgreSQL's programs, for `up`, `demo` and `bench` [env: SQLSTREAMS_PG_BIN]
+    #[arg(long, global = true, value_name = "DIR")]
     pub(crate) pg_bin: Option<PathBuf>,
-    /// The folder where `up` keeps its PostgreSQL
-    #[arg(long, global = true, env = "SQLSTREAMS_UP_DIR", value_name = "DIR")]
+    /// The folder where `up` keeps its PostgreSQL [env: SQLSTREAMS_UP_DIR]
+    #[arg(long, global = true, value_name = "DIR")]
     pub(crate) up_dir: Option<PathBuf>,
     /// Print JSON instead of text
     #[arg(long, global = true)]
@@ -103,14 +103,80 @@ pub(crate) enum Command {
     Bench(BenchCommand),
 }
 
+impl Cli {
+    /// What the command line says, completed by the environment.
+    pub(crate) fn read() -> Result<Result<Self, Failure>, clap::Error> {
+        let mut definition = definition();
+        let matches = definition.try_get_matches_from_mut(std::env::args_os())?;
+        let cli = Self::from_arg_matches(&matches).map_err(|e| e.format(&mut definition))?;
+        Ok(cli.global.with_environment().map(|global| Self { global, ..cli }))
+    }
+}
+
+impl Global {
+    /// Not by clap, whose usage lines would show what the environment has as if it had to be given.
+    fn with_environment(mut self) -> Result<Self, Failure> {
+        self.database_url = or_variable(self.database_url, "DATABASE_URL")?;
+        self.schema = or_variable(self.schema, "SQLSTREAMS_SCHEMA")?;
+        self.pg_bin = self.pg_bin.or_else(|| variable("SQLSTREAMS_PG_BIN").map(PathBuf::from));
+        self.up_dir = self.up_dir.or_else(|| variable("SQLSTREAMS_UP_DIR").map(PathBuf::from));
+        Ok(self)
+    }
+}
+
+fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+fn or_variable(given: Option<String>, name: &str) -> Result<Option<String>, Failure> {
+    let value = given.is_none().then(|| variable(name)).flatten();
+    match value.map(OsString::into_string).transpose() {
+        Ok(value) => Ok(given.or(value)),
+        Err(_) => Err(Failure::usage("usage", format!("{name} is not UTF-8"))),
+    }
+}
+
+fn definition() -> clap::Command {
+    polish(Cli::command())
+}
+
+/// What holds for all commands and would else have to be said with each.
+fn polish(command: clap::Command) -> clap::Command {
+    let command = command.mut_args(take_minus).mut_subcommands(polish);
+    match command.get_after_help().map(ToString::to_string) {
+        Some(text) => command.after_help(prose::join_lines(&text)),
+        None => command,
+    }
+}
+
+/// Numbers and times may begin with a minus: their own parsers say better than clap what is wrong with that.
+fn take_minus(arg: Arg) -> Arg {
+    let of = arg.get_value_parser().type_id();
+    let is_time = of == TypeId::of::<Duration>()
+        || of == TypeId::of::<SystemTime>()
+        || of == TypeId::of::<(SystemTime, i64)>()
+        || of == TypeId::of::<Start>();
+    let is_number = of == TypeId::of::<u8>()
+        || of == TypeId::of::<u16>()
+        || of == TypeId::of::<u32>()
+        || of == TypeId::of::<u64>()
+        || of == TypeId::of::<usize>()
+        || of == TypeId::of::<i64>()
+        || of == TypeId::of::<f64>();
+    // A flag's count takes no value.
+    match arg.get_action().takes_values() {
+        true if is_time => arg.allow_hyphen_values(true),
+        true if is_number => arg.allow_negative_numbers(true),
+        _ => arg,
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
     fn the_definition_is_sound() {
-        Cli::command().debug_assert();
+        definition().debug_assert();
     }
 }

@@ -57,7 +57,7 @@ impl Context {
 
     /// The schema that holds the streams.
     pub(crate) fn schema(&self) -> &str {
-        &self.global.schema
+        self.global.schema.as_deref().unwrap_or("sqlstreams")
     }
 
     /// Whether to draw progress bars, on stderr: nobody wants them in a log, or beside JSON.

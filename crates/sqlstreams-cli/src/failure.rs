@@ -62,6 +62,12 @@ impl Failure {
         self
     }
 
+    /// Where it went wrong, before what did.
+    pub(crate) fn within(mut self, place: &str) -> Self {
+        self.message = format!("{place}: {}", self.message);
+        self
+    }
+
     /// A fact for programs: a member of the JSON form.
     pub(crate) fn detail(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.details.insert(name.to_owned(), value.into());

@@ -4,6 +4,7 @@
 //! what went wrong into a line, a hint and an exit code ([`failure`]).
 
 mod bench;
+mod calendar;
 mod cli;
 mod commands;
 mod context;
@@ -13,21 +14,22 @@ mod output;
 mod own_stream;
 mod payload;
 mod progress;
+mod prose;
 mod signals;
+mod span;
 mod terminal;
 mod values;
 
 use std::process::ExitCode;
-
-use clap::Parser;
 
 use crate::cli::Cli;
 use crate::context::Context;
 use crate::failure::Failure;
 
 fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
+    let cli = match Cli::read() {
+        Ok(Ok(cli)) => cli,
+        Ok(Err(failure)) => return failure.report(wants_json()),
         Err(error) => return refuse(&error),
     };
     let context = Context::new(cli.global);
@@ -44,8 +46,7 @@ fn main() -> ExitCode {
 
 /// What clap has to say about the command line: help that was asked for, or what is wrong.
 fn refuse(error: &clap::Error) -> ExitCode {
-    let wants_json = std::env::args_os().any(|arg| arg == "--json");
-    if error.use_stderr() && wants_json {
+    if error.use_stderr() && wants_json() {
         let text = error.to_string();
         let (first, rest) = text.trim().split_once('\n').unwrap_or((text.trim(), ""));
         let message = first.trim_start_matches("error: ");
@@ -58,4 +59,9 @@ fn refuse(error: &clap::Error) -> ExitCode {
     }
     let _ = error.print();
     ExitCode::from(if error.use_stderr() { failure::EXIT_USAGE } else { 0 })
+}
+
+/// Whether the command line asks for JSON, whatever else is wrong with it.
+fn wants_json() -> bool {
+    std::env::args_os().any(|arg| arg == "--json")
 }

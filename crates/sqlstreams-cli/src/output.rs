@@ -6,8 +6,9 @@ use std::io::{self, Write};
 use std::time::{Duration, SystemTime};
 
 use comfy_table::{Cell, CellAlignment, ContentArrangement, Table, presets};
-use jiff::Timestamp;
 use serde_json::Value;
+
+use crate::calendar;
 
 /// Nobody reads our stdout any more.
 #[derive(Debug)]
@@ -92,19 +93,22 @@ pub(crate) fn span(duration: Duration) -> String {
     }
 }
 
-/// A point in time as people and programs read it.
+/// A point in time as people and programs read it, and as options take it.
 pub(crate) fn time(at: SystemTime) -> String {
-    match Timestamp::try_from(at) {
-        Ok(at) => format!("{at:.6}"),
-        Err(_) => "beyond the calendar".to_owned(),
-    }
+    calendar::text(at, 6)
 }
 
 /// The same to the second, for tables.
 pub(crate) fn short_time(at: SystemTime) -> String {
-    match Timestamp::try_from(at) {
-        Ok(at) => format!("{at:.0}"),
-        Err(_) => "beyond the calendar".to_owned(),
+    calendar::text(at, 0)
+}
+
+/// A word as a shell takes it.
+pub(crate) fn shell_word(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_-./:@%+,".contains(c);
+    match !word.is_empty() && !word.starts_with('-') && word.chars().all(plain) {
+        true => word.to_owned(),
+        false => format!("'{}'", word.replace('\'', r"'\''")),
     }
 }
 
@@ -147,9 +151,10 @@ mod tests {
     }
 
     #[test]
-    fn times_are_utc() {
-        let at = SystemTime::UNIX_EPOCH + std::time::Duration::from_micros(1_500_000);
-        assert_eq!(time(at), "1970-01-01T00:00:01.500000Z");
-        assert_eq!(short_time(at), "1970-01-01T00:00:01Z");
+    fn words_can_be_pasted_into_a_shell() {
+        assert_eq!(shell_word("2026-03-01T12:00:00.5Z/17"), "2026-03-01T12:00:00.5Z/17");
+        assert_eq!(shell_word("web logs"), "'web logs'");
+        assert_eq!(shell_word("it's $HOME"), r"'it'\''s $HOME'");
+        assert_eq!(shell_word(""), "''");
     }
 }

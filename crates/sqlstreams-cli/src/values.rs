@@ -2,13 +2,15 @@
 
 use std::time::{Duration, SystemTime};
 
-use jiff::civil::DateTime;
-use jiff::tz::TimeZone;
-use jiff::{SignedDuration, Timestamp};
 use serde_json::Value;
 use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
 
-/// `15s`, `1m 30s`, `500ms`.
+use crate::{calendar, span};
+
+/// What a message can be put off by.
+const LONGEST: Duration = Duration::from_secs(10_000 * 365 * 24 * 3600);
+
+/// `500ms`, `1m 30s`, `7d`.
 pub(crate) fn duration(text: &str) -> Result<Duration, String> {
     match duration_or_none(text)? {
         Duration::ZERO => Err("it has to be longer than nothing".to_owned()),
@@ -18,12 +20,10 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
 
 /// The same, or `0s`.
 pub(crate) fn duration_or_none(text: &str) -> Result<Duration, String> {
-    if text.trim().parse::<f64>().is_ok() {
-        return Err(format!("it lacks a unit: write {}s for seconds", text.trim()));
+    match span::parse(text)? {
+        duration if duration <= LONGEST => Ok(duration),
+        _ => Err("it is too long: at most 10,000 years, 3650000d".to_owned()),
     }
-    let parsed: SignedDuration =
-        text.parse().map_err(|_| "write it as 500ms, 15s, 5m or 1h 30m".to_owned())?;
-    Duration::try_from(parsed).map_err(|_| "it has to be longer than nothing".to_owned())
 }
 
 /// `on` or `off`.
@@ -49,38 +49,34 @@ pub(crate) fn start(text: &str) -> Result<Start, String> {
             _ => Err("ids begin at 1".to_owned()),
         };
     }
-    if let Some(at) = instant(text) {
-        return at.map(Start::Time);
+    if let Some(at) = calendar::parse(text) {
+        return Ok(Start::Time(at));
     }
     if let Some(ago) = text.strip_suffix("ago")
-        && let Ok(ago) = duration(ago)
+        && let Ok(ago) = span::parse(ago)
     {
         // Longer ago than there are computers is before everything.
         let at = SystemTime::now().checked_sub(ago).filter(|at| *at >= SystemTime::UNIX_EPOCH);
         return Ok(at.map_or(Start::Beginning, Start::Time));
     }
-    Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\")"
+    Err("write beginning, latest, an id (1042), a time (2026-03-01T12:00:00Z) or how long ago (\"2h ago\", \"1d ago\")"
         .to_owned())
 }
 
 /// `2026-03-01T12:00:00Z`; without a zone it is UTC.
 pub(crate) fn time(text: &str) -> Result<SystemTime, String> {
-    instant(text.trim()).unwrap_or_else(|| Err("write a time: 2026-03-01T12:00:00Z".to_owned()))
+    match calendar::parse(text.trim()) {
+        Some(at) if at <= SystemTime::UNIX_EPOCH + LONGEST => Ok(at),
+        Some(_) => Err("it is more than 10,000 years ahead".to_owned()),
+        None => Err("write a time: 2026-03-01T12:00:00Z".to_owned()),
+    }
 }
 
 /// Where a delayed message waits: its time and its id.
 pub(crate) fn due(text: &str) -> Result<(SystemTime, i64), String> {
-    let place = text.split_once('/').and_then(|(at, id)| Some((time(at).ok()?, id.parse().ok()?)));
+    let place = text.trim().split_once('/');
+    let place = place.and_then(|(at, id)| Some((calendar::parse(at)?, id.parse().ok()?)));
     place.ok_or_else(|| "write a time and an id: 2026-03-01T12:00:00Z/17".to_owned())
-}
-
-/// Nothing where it is no time.
-fn instant(text: &str) -> Option<Result<SystemTime, String>> {
-    let at = match text.parse::<Timestamp>() {
-        Ok(at) => at,
-        Err(_) => TimeZone::UTC.to_timestamp(text.parse::<DateTime>().ok()?).ok()?,
-    };
-    Some(SystemTime::try_from(at).map_err(|_| "that is beyond the calendar".to_owned()))
 }
 
 /// A pattern over routing keys, or JSON with `pattern`, `headers` or both.
@@ -135,13 +131,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn durations_have_units() {
+    fn durations_have_bounds() {
         assert_eq!(duration("1m 30s"), Ok(Duration::from_secs(90)));
-        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
-        assert!(duration("15").unwrap_err().contains("15s"));
-        assert!(duration("0s").is_err() && duration("-1s").is_err() && duration("soon").is_err());
+        assert!(duration("0s").is_err() && duration("0d").is_err() && duration("-1s").is_err());
         assert_eq!(duration_or_none("0s"), Ok(Duration::ZERO));
         assert!(duration_or_none("-1s").is_err() && duration_or_none("0").is_err());
+        assert_eq!(duration("3650000d"), Ok(LONGEST));
+        for long in ["3650000d 1ns", "99999999999d", "99999999999999999999999999999999999999999w"] {
+            assert!(duration(long).unwrap_err().contains("too long"), "{long}");
+        }
     }
 
     #[test]
@@ -166,7 +164,10 @@ mod tests {
         }
         assert_eq!(start("1970-01-01"), Ok(Start::Time(SystemTime::UNIX_EPOCH)));
         assert!(matches!(start("2h ago"), Ok(Start::Time(at)) if at < SystemTime::now()));
+        let day = Duration::from_secs(24 * 3600 + 60);
+        assert!(matches!(start("1d ago"), Ok(Start::Time(at)) if at.elapsed().unwrap() < day));
         assert_eq!(start("99999999999h ago"), Ok(Start::Beginning));
+        assert_eq!(start("99999999999999999999999w ago"), Ok(Start::Beginning));
         assert!(start("0").is_err() && start("-5").is_err() && start("yesterday").is_err());
     }
 }

@@ -8,6 +8,9 @@ use crate::name::shorten;
 use crate::payload::Codec;
 use crate::stream::{Stream, read_message, seconds};
 
+/// The longest age: about 1,000 years, so that the time it reaches back to is in every calendar.
+const MOST_AGE: Duration = Duration::from_secs(1_000 * 365 * 24 * 3600);
+
 impl<T, C: Codec<T>> Stream<T, C> {
     /// The current value of a key: its newest message. None if that is a [tombstone](crate::Outgoing::tombstone) or has expired,
     /// and for a key that never was. One look-up in an index, however many messages and versions there are.
@@ -103,13 +106,15 @@ impl<T, C> Stream<T, C> {
     /// 10,000 messages. Nothing in the crate calls it by itself.
     ///
     /// # Errors
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) when the stream is not [compacted](crate::StreamBuilder::compacted), or the
-    /// database's. What was removed before stays removed.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) when the stream is not [compacted](crate::StreamBuilder::compacted) or an
+    /// age is above 1,000 years, or the database's. What was removed before stays removed.
     ///
     /// # Cancellation
     /// Dropped, it ends after the transaction that it is in.
     pub async fn compact(&self, min_age: Duration, tombstone_age: Duration) -> Result<Compacted> {
         self.require_compacted()?;
+        check_age("min_age", min_age)?;
+        check_age("tombstone_age", tombstone_age)?;
         let client = &self.inner.client;
         let compact = &client.inner.queries.compact;
         let (min_age, tombstone_age) = (seconds(min_age), seconds(tombstone_age));
@@ -140,6 +145,16 @@ impl<T, C> Stream<T, C> {
                 format!("stream {} is not compacted", shorten(self.name())),
             )
             .with_hint("Whether a stream is, is said when it is created.")),
+        }
+    }
+}
+
+fn check_age(what: &str, age: Duration) -> Result<()> {
+    match age <= MOST_AGE {
+        true => Ok(()),
+        false => {
+            let text = format!("{what} is above 1,000 years, which leaves everything");
+            Err(Error::new(ErrorKind::InvalidArgument, text))
         }
     }
 }

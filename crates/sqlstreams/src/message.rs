@@ -377,10 +377,9 @@ fn check_payload(payload: &[u8], payload_type: PayloadType) -> Result<()> {
 
 fn check_text(what: &str, text: Option<&str>, limit: usize) -> Result<()> {
     match text {
-        Some(t) if t.len() > limit => Err(invalid(format!(
-            "a {what} of {} bytes is above the limit of {limit} bytes",
-            t.len()
-        ))),
+        Some(t) if t.len() > limit => {
+            Err(invalid(format!("the {what} has {} bytes, above the limit of {limit}", t.len())))
+        }
         Some(t) if t.contains('\0') => {
             Err(invalid(format!("the {what} holds a NUL, which PostgreSQL cannot store")))
         }

@@ -52,3 +52,21 @@ fn current_values_are_shown_listed_and_removed() {
     bench.run(&["message", "latest", "orders", "b"]).assert_error(2, &["not compacted"]);
     bench.run(&["message", "remove", "orders", "b"]).assert_error(1, &["no tombstones"]);
 }
+
+#[test]
+fn a_key_that_cannot_be_is_told_as_a_key() {
+    let bench = Bench::new();
+    bench.ok(&["stream", "create", "prices", "--compacted"]);
+    let long = "k".repeat(1_025);
+    for keys in [&[&*long][..], &["a", &long]] {
+        let ran = bench.run(&[&["message", "remove", "prices"], keys].concat());
+        let words = ["cannot remove \"kkk", "the key has 1025 bytes", "Nothing was removed"];
+        let ran = ran.assert_error(1, &words);
+        assert!(!ran.stderr.contains("message") && !ran.stderr.contains("batch"), "{}", ran.stderr);
+    }
+    let line = format!("{{\"k\": \"{long}\"}}");
+    bench.ok(&["stream", "create", "orders"]);
+    bench
+        .run_with(&["produce", "orders", "--idempotency-key-field", "k"], line.as_bytes())
+        .assert_error(1, &["line 1: the idempotency key has 1025 bytes"]);
+}

@@ -46,10 +46,13 @@ fn one_is_shown_with_everything() {
     assert_eq!(shown["payload"], json!({"k": 2}));
     assert!(shown["error"].as_str().unwrap().starts_with("no good: {\"k\":2}"));
     assert_eq!(shown["history"].as_array().unwrap().len(), 1);
+    let spelled = |at: &serde_json::Value| at.as_str().unwrap().ends_with('Z');
+    assert!(spelled(&shown["history"][0]["at"]) && spelled(&shown["dead_at"]), "{shown}");
     let text = bench.ok(&["dead", "show", "orders", "2", "-g", "g"]);
     for part in ["dead letter of group g", "no good", "history", "payload", "{\"k\":2}"] {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
+    assert!(!text.contains("+00:00"), "{text}");
     assert!(!text.contains('\u{1b}'), "control characters reach the terminal");
     bench
         .run(&["dead", "show", "orders", "77", "-g", "g"])

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use serde_json::json;
 
-use crate::support::{Bench, LEASE};
+use crate::support::{Bench, LEASE, run};
 
 #[test]
 fn the_command_gets_the_payload_and_what_goes_with_it() {
@@ -19,6 +19,40 @@ fn the_command_gets_the_payload_and_what_goes_with_it() {
         bench.ok(&args),
         "1|k 1|1|orders|g 1|{\"id\": \"k 1\"}\n2|2|1|orders|g 1|{\"id\": 2}\n3|none|1|orders|g 1|3\n"
     );
+}
+
+#[test]
+fn the_command_gets_routing_keys_and_headers() {
+    let bench = Bench::with_orders("");
+    let lines = b"{\"to\": \"orders.eu\", \"h\": {\"n\": [1, \"two\"]}}\n";
+    let fields = ["--routing-key-field", "to", "--headers-field", "h"];
+    bench.run_with(&[&["produce", "orders"][..], &fields].concat(), lines).assert_ok();
+    bench.run_with(&["produce", "orders"], b"2\n").assert_ok();
+    let script = "echo \"${SQLSTREAMS_ROUTING_KEY-none}|${SQLSTREAMS_HEADERS-none}\"";
+    let args = ["consume", "orders", "-g", "g", "--until-caught-up", "--exec", "sh", "-c", script];
+    let mut command = bench.command(&args);
+    command.env("SQLSTREAMS_ROUTING_KEY", "outer").env("SQLSTREAMS_HEADERS", "outer");
+    let ran = run(&mut command, b"").assert_ok();
+    assert_eq!(ran.text(), "orders.eu|{\"n\":[1,\"two\"]}\nnone|none\n");
+}
+
+#[test]
+fn headers_that_no_environment_takes_hold_up_nobody() {
+    let bench = Bench::with_orders("");
+    let line = |length: usize| {
+        let header = "x".repeat(length - "{\"h\":\"\"}".len());
+        format!("{{\"h\": {{\"h\":\"{header}\"}}}}\n")
+    };
+    let most = 127 * 1024;
+    let lines = format!("{}{}1\n", line(most), line(most + 1));
+    let args = ["produce", "orders", "--headers-field", "h", "--skip-invalid"];
+    bench.run_with(&args, lines.as_bytes()).assert_ok();
+    let script = "printf %s \"$SQLSTREAMS_HEADERS\" | wc -c";
+    let args = ["consume", "orders", "-g", "g", "--until-caught-up", "--exec", "sh", "-c", script];
+    assert_eq!(bench.ok(&args).trim(), most.to_string());
+    let dead = bench.json(&["dead", "list", "orders", "-g", "g"]);
+    assert_eq!((&dead[0]["id"], &dead[0]["attempts"]), (&json!(2), &json!(1)), "{dead}");
+    assert!(dead[0]["error"].as_str().unwrap().contains("130049 bytes of headers"), "{dead}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ mod compacted;
 mod consume;
 mod databases;
 mod dead;
+mod delayed;
 mod demo;
 mod docs;
 mod exec;

@@ -102,7 +102,7 @@ fn delayed_lines_wait_and_can_be_taken_back() {
     // In pages.
     let after = format!("{}/{}", list[1]["deliver_at"].as_str().unwrap(), list[1]["id"]);
     let ran = bench.run(&["delayed", "list", "orders", "--limit", "2"]).assert_ok();
-    let hint = format!("2 shown of 4; for more: --after {after} ");
+    let hint = format!("2 shown of 4; for more: --after '{after}' ");
     assert!(ran.stderr.contains(&hint), "{}", ran.stderr);
     let rest = bench.json(&["delayed", "list", "orders", "--after", &after]);
     assert_eq!(rest.as_array().unwrap().as_slice(), &list.as_array().unwrap()[2..]);
@@ -249,6 +249,76 @@ fn keys_come_from_a_field() {
     bench
         .run_with(&["produce", "orders", "--key-field", "id"], long.as_bytes())
         .assert_error(1, &["line 1: ", "2000 bytes", "1024"]);
+}
+
+#[test]
+fn headers_are_given_or_come_from_a_field() {
+    let bench = Bench::with_orders("");
+    let produce = ["produce", "orders", "--headers", "{\"region\": \"eu\", \"n\": 1}"];
+    bench.run_with(&produce, b"1\n").assert_ok();
+    let both = [&produce[..], &["--headers-field", "h"]].concat();
+    bench
+        .run_with(&both, b"{\"h\": {\"n\": 2, \"deep\": {\"a\": null}}}\n{\"h\": {}}\n")
+        .assert_ok();
+    let ran =
+        bench.run(&["consume", "orders", "-g", "g", "--until-caught-up", "--json", "-c", "1"]);
+    let headers: Vec<Value> = ran
+        .text()
+        .lines()
+        .map(|line| serde_json::from_str::<Value>(line).unwrap()["headers"].clone())
+        .collect();
+    assert_eq!(
+        headers,
+        [
+            json!({"region": "eu", "n": 1}),
+            json!({"region": "eu", "n": 2, "deep": {"a": null}}),
+            json!({"region": "eu", "n": 1}),
+        ]
+    );
+    for (line, reason) in [
+        ("{\"other\": 1}", "no headers: there is no field \"h\""),
+        ("{\"h\": null}", "is null, not an object"),
+        ("{\"h\": [1]}", "is an array, not an object"),
+        ("{\"h\": {\"a\": \"\\u0000\"}}", "U+0000"),
+    ] {
+        let args = ["produce", "orders", "--headers-field", "h"];
+        bench.run_with(&args, line.as_bytes()).assert_error(1, &["line 1: ", reason]);
+    }
+    bench.run(&["produce", "orders", "--headers", "[1]"]).assert_error(2, &["not a JSON object"]);
+}
+
+#[test]
+fn a_message_may_expect_the_latest() {
+    let bench = Bench::new();
+    bench.ok(&["stream", "create", "prices", "--compacted"]);
+    let produce = ["produce", "prices", "--key-field", "of"];
+    let send = |more: &[&str], lines: &str| {
+        bench.run_with(&[&produce[..], more].concat(), lines.as_bytes())
+    };
+    send(&["--expect-latest", "0"], "{\"of\":\"a\"}\n{\"of\":\"b\"}\n").assert_ok();
+    send(&["--expect-latest", "1"], "{\"of\":\"a\"}\n").assert_ok();
+    send(&["--expect-latest", "1"], "{\"of\":\"a\"}\n")
+        .assert_error(1, &["line 1: key 'a' has message 3", "1 is expected", "Nothing was stored"]);
+    let refused = send(&["--expect-latest", "0", "--json"], "{\"of\":\"c\"}\n{\"of\":\"a\"}\n");
+    let error = refused.assert_code(1).error();
+    assert_eq!((&error["code"], &error["latest_id"]), (&json!("conflict"), &json!(3)), "{error}");
+    assert!(error["message"].as_str().unwrap().starts_with("lines 1 to 2: key 'a'"), "{error}");
+
+    let fields = ["--expect-latest-field", "was"];
+    send(&fields, "{\"of\":\"a\",\"was\":3}\n{\"of\":\"c\",\"was\":null}\n").assert_ok();
+    let lines = "{\"of\":\"b\",\"was\":2}\n{\"of\":\"a\",\"was\":3}\n{\"of\":\"c\",\"was\":0}\n";
+    let refused = send(&[&fields[..], &["--batch", "1", "--json"]].concat(), lines).assert_code(1);
+    let error = refused.error();
+    assert_eq!(
+        (&error["line"], &error["stored"], &error["next_line"]),
+        (&json!(2), &json!(1), &json!(2))
+    );
+    send(&fields, "{\"of\":\"a\"}\n").assert_error(1, &["line 1: no id: there is no field"]);
+    send(&["--expect-latest", "-1"], "").assert_error(2, &["--expect-latest"]);
+    send(&["--expect-latest", "1", "--expect-latest-field", "was"], "")
+        .assert_error(2, &["cannot be used with"]);
+    let args = ["produce", "orders", "--create", "--expect-latest", "0"];
+    bench.run_with(&args, b"1\n").assert_error(1, &["line 1: ", "not compacted"]);
 }
 
 #[test]

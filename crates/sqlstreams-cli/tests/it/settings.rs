@@ -1,6 +1,8 @@
 //! Settings of streams and groups: creating with them, changing them, pausing.
 
+use std::io::{BufRead, BufReader};
 use std::process::Child;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -26,6 +28,41 @@ fn a_stream_notifies_or_does_not() {
     bench
         .run(&["stream", "alter", "none", "--notify", "on"])
         .assert_error(3, &["no stream \"none\"", "\"quiet\""]);
+}
+
+#[test]
+fn durations_may_be_days() {
+    let bench = Bench::with_orders("");
+    let alter = ["stream", "alter", "orders", "--idempotency-window"];
+    for (window, seconds) in [("7d", 604_800.0), ("1w", 604_800.0), ("365 days", 31_536_000.0)] {
+        let altered = bench.json(&[&alter[..], &[window]].concat());
+        assert_eq!(altered["idempotency_window_seconds"], seconds, "{window}");
+    }
+    bench.run(&[&alter[..], &["366d"]].concat()).assert_error(2, &["365"]);
+    bench.run(&[&alter[..], &["soon"]].concat()).assert_error(2, &["1h 30m, 7d or 2w"]);
+
+    let delayed = bench.run_with(&["produce", "orders", "--delay", "10d"], b"1\n").assert_ok();
+    assert!(delayed.stderr.contains("1 line delayed"), "{}", delayed.stderr);
+    for (delay, said) in [("inf", "write it as"), ("99999999999d", "too long"), ("15", "15s")] {
+        bench.run(&["produce", "orders", "--delay", delay]).assert_error(2, &["--delay", said]);
+    }
+    let created = bench.json(&["group", "create", "orders", "g", "--lease", "1d"]);
+    assert_eq!(created["lease_seconds"], 86_400.0);
+    bench.ok(&["consume", "orders", "-g", "h", "--from", "1d ago", "--until-caught-up"]);
+
+    bench.ok(&["stream", "create", "prices", "--compacted"]);
+    bench.ok(&["stream", "compact", "prices", "--tombstone-age", "7d"]);
+    let ages = [
+        ("--min-age", "99999999h"),
+        ("--min-age", "1001w 400000d"),
+        ("--tombstone-age", "400000d"),
+    ];
+    for (age, long) in ages {
+        bench.run(&["stream", "compact", "prices", age, long]).assert_code(2);
+    }
+    bench
+        .run(&["stream", "compact", "prices", "--min-age", "400000d"])
+        .assert_error(2, &["min_age is above 1,000 years"]);
 }
 
 #[test]
@@ -96,4 +133,48 @@ fn a_group_is_paused_and_resumed_while_it_is_consumed() {
     let ended = consumer.wait_with_output().unwrap();
     assert!(ended.status.code().is_some());
     bench.run(&["group", "pause", "orders", "none"]).assert_error(3, &["no group \"none\""]);
+}
+
+#[test]
+fn a_consumer_of_a_paused_group_says_so() {
+    for mode in ["parallel", "ordered", "fair"] {
+        let bench = Bench::with_orders("1\n");
+        bench.ok(&["group", "create", "orders", "the group", "--mode", mode]);
+        bench.ok(&["group", "pause", "orders", "the group"]);
+        let mut consumer: Child =
+            bench.start(&["consume", "orders", "-g", "the group", "--until-caught-up"]);
+        let mut stderr = BufReader::new(consumer.stderr.take().unwrap()).lines();
+        let said = stderr.next().unwrap().unwrap();
+        assert_eq!(
+            said,
+            "group \"the group\" is paused; `sqlstreams group resume orders 'the group'` goes on"
+        );
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(consumer.try_wait().unwrap().is_none(), "it did not wait");
+        bench.ok(&["group", "resume", "orders", "the group"]);
+        // That it goes on is told before, where it has more to do.
+        let last = stderr.map(Result::unwrap).last().unwrap();
+        assert!(last.contains("1 handled"), "{last}");
+        assert!(consumer.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn a_consumer_says_when_its_group_is_paused_meanwhile() {
+    let bench = Bench::with_orders("1\n");
+    let mut consumer: Child = bench.start(&["consume", "orders", "-g", "g", "--json"]);
+    let mut stderr = BufReader::new(consumer.stderr.take().unwrap()).lines();
+    eventually("the first is handled", || {
+        bench.json(&["group", "list", "orders"])[0]["resolved"] == 1
+    });
+    for (command, said) in [("pause", "paused"), ("resume", "resumed"), ("pause", "paused")] {
+        bench.ok(&["group", command, "orders", "g"]);
+        let line: serde_json::Value =
+            serde_json::from_str(&stderr.next().unwrap().unwrap()).unwrap();
+        assert_eq!(line[said]["group"], "g", "{line}");
+    }
+    signal(&consumer, Signal::TERM);
+    let rest: Vec<String> = stderr.map(Result::unwrap).collect();
+    assert!(rest.len() == 1 && rest[0].contains("summary"), "{rest:?}");
+    assert!(consumer.wait().unwrap().success());
 }

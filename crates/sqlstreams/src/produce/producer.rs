@@ -143,21 +143,30 @@ impl<T: Send + 'static, C: Codec<T>> Producer<T, C> {
         T: 'a,
         I: IntoIterator<Item = Outgoing<'a, T>>,
     {
-        messages
-            .into_iter()
-            .enumerate()
-            .map(|(place, message)| {
-                message
-                    .encode::<C>(self.stream.inner.payload_type, self.stream.inner.compacted)
-                    .map_err(|e| {
-                        let kind = e.kind();
-                        Error::new(kind, format!("message {}: {e}", place + 1))
-                            .with_hint("Nothing of the batch was stored.")
-                            .with_source(e)
-                            .at_place(place)
-                    })
-            })
-            .collect()
+        let (payload_type, compacted) =
+            (self.stream.inner.payload_type, self.stream.inner.compacted);
+        let mut messages = messages.into_iter();
+        let mut encoded = Vec::with_capacity(messages.size_hint().0);
+        while let Some(message) = messages.next() {
+            let place = encoded.len();
+            match message.encode::<C>(payload_type, compacted) {
+                Ok(message) => encoded.push(message),
+                // One by itself is no batch.
+                Err(error) if place == 0 && messages.next().is_none() => {
+                    return Err(error.at_place(0));
+                }
+                Err(error) => {
+                    return Err(Error::new(
+                        error.kind(),
+                        format!("message {}: {error}", place + 1),
+                    )
+                    .with_hint("Nothing of the batch was stored.")
+                    .with_source(error)
+                    .at_place(place));
+                }
+            }
+        }
+        Ok(encoded)
     }
 }
 

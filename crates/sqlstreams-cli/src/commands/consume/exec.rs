@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process_group};
+use serde_json::json;
 use sqlstreams::{Delivery, MAX_ERROR_BYTES, Outcome};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::process::{Child, ChildStderr, ChildStdin};
@@ -25,6 +26,8 @@ use crate::failure::Failure;
 const EXIT_DEAD: i32 = 65;
 /// What is kept of stderr: its end, with room for how the command ended.
 const KEPT: usize = MAX_ERROR_BYTES - 100;
+/// The longest that Linux takes as one variable, its name included, is 128 KiB.
+const MOST_HEADERS: usize = 127 * 1024;
 /// How long what a command left running may keep its pipes open.
 const LEFTOVERS: Duration = Duration::from_millis(500);
 
@@ -87,7 +90,14 @@ impl Command {
 
     pub(super) async fn handle(self, message: Delivery<Vec<u8>>) -> Outcome {
         let shared = &self.inner.shared;
-        let child = match self.spawn(&message) {
+        let headers = (!message.headers.is_empty()).then(|| json!(message.headers).to_string());
+        if let Some(headers) = headers.as_ref().filter(|headers| headers.len() > MOST_HEADERS) {
+            let bytes = headers.len();
+            return Outcome::Dead(format!(
+                "{bytes} bytes of headers are more than a command's environment takes"
+            ));
+        }
+        let child = match self.spawn(&message, headers) {
             Ok(child) => child,
             // Not the message's fault, so no attempt of it is spent.
             Err(error) => {
@@ -110,7 +120,7 @@ impl Command {
         outcome
     }
 
-    fn spawn(&self, message: &Delivery<Vec<u8>>) -> io::Result<Child> {
+    fn spawn(&self, message: &Delivery<Vec<u8>>, headers: Option<String>) -> io::Result<Child> {
         let inner = &*self.inner;
         let mut command = tokio::process::Command::new(&inner.program);
         command
@@ -124,14 +134,19 @@ impl Command {
             // A Ctrl-C at the terminal is for us, who let the command finish.
             .process_group(0)
             .kill_on_drop(true);
-        match &message.key {
-            Some(key) => command.env("SQLSTREAMS_KEY", key),
-            None => command.env_remove("SQLSTREAMS_KEY"),
-        };
-        match message.tombstone {
-            true => command.env("SQLSTREAMS_TOMBSTONE", "1"),
-            false => command.env_remove("SQLSTREAMS_TOMBSTONE"),
-        };
+        let tombstone = message.tombstone.then(|| "1".to_owned());
+        for (variable, value) in [
+            ("SQLSTREAMS_KEY", message.key.clone()),
+            ("SQLSTREAMS_ROUTING_KEY", message.routing_key.clone()),
+            ("SQLSTREAMS_HEADERS", headers),
+            ("SQLSTREAMS_TOMBSTONE", tombstone),
+        ] {
+            match value {
+                Some(value) => command.env(variable, value),
+                // Ours may be those of an outer message.
+                None => command.env_remove(variable),
+            };
+        }
         command.spawn()
     }
 }

@@ -1,6 +1,7 @@
 //! `sqlstreams consume`.
 
 mod exec;
+mod pauses;
 mod print;
 
 use std::ffi::OsString;
@@ -27,7 +28,7 @@ Prints each payload on a line of its own, byte for byte; one that holds line fee
 is, so use --json where that matters. A message counts as handled once it has been written. Messages
 come in about the order of their ids; with --concurrency 1 exactly so, but for those tried again.
 With --json each message is one line: {\"id\", \"key\", \"routing_key\", \"headers\", \"produced_at\",
-\"attempt\", \"payload\"}; bytes of a bytea stream come as PostgreSQL writes them, \"\\\\x00ff\".
+\"attempt\", \"tombstone\", \"payload\"}; bytes of a bytea stream come as PostgreSQL writes them, \"\\\\x00ff\".
 
 With --exec, which takes the rest of the command line, the command runs once for each message, with
 the payload on its stdin; what it prints is passed on. Its exit code decides:
@@ -35,8 +36,12 @@ the payload on its stdin; what it prints is passed on. Its exit code decides:
   65             a dead letter at once, for the reason it gave on stderr
   anything else  failed (also when killed by a signal): tried again after a while, at most
                  --max-attempts times, then a dead letter; the end of its stderr is kept as the error
-It finds SQLSTREAMS_ID, SQLSTREAMS_KEY (unset without a key), SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM
-and SQLSTREAMS_GROUP in its environment, and for a tombstone SQLSTREAMS_TOMBSTONE=1.
+It finds SQLSTREAMS_ID, SQLSTREAMS_ATTEMPT, SQLSTREAMS_STREAM and SQLSTREAMS_GROUP in its environment;
+SQLSTREAMS_KEY, SQLSTREAMS_ROUTING_KEY and SQLSTREAMS_HEADERS, a JSON object, where the message has
+them; and for a tombstone SQLSTREAMS_TOMBSTONE=1. Headers above 127 KiB make it a dead letter.
+
+While the group is paused nothing comes, and --until-caught-up waits; stderr tells of it (with --json
+as {\"paused\": …} and {\"resumed\": …}).
 
 Every message reaches the group at least once; consumers of one group share its messages. The first
 Ctrl-C or SIGTERM lets running commands finish and hands everything else back, so that nothing is
@@ -59,7 +64,7 @@ pub(crate) struct ConsumeArgs {
     #[arg(long, short, value_name = "GROUP")]
     group: String,
     /// Where a new group starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago' [default: beginning]
-    #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true)]
+    #[arg(long, value_name = "WHERE", value_parser = values::start)]
     from: Option<Start>,
     /// How many messages are handled at once [default: 64 when printing, 1 with --exec]
     #[arg(long, short, value_name = "N", value_parser = values::at_least_one)]
@@ -136,8 +141,15 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     // Payloads and a line that redraws itself make no sense on one terminal.
     let progress = Progress::new(context, None, "messages").hidden_if(io::stdout().is_terminal());
     let ticker = tokio::spawn(tick(progress.clone(), shared.handled.clone()));
+    let pauses = tokio::spawn(pauses::tell(
+        consumer.health(),
+        pauses::Names { stream: args.stream.clone(), group: args.group.clone() },
+        progress.clone(),
+        context.json(),
+    ));
     let consumed = consume(consumer, &stream, &args, &shared, context).await;
     ticker.abort();
+    pauses.abort();
     progress.clear();
     let consumed = consumed?;
     // A group that was dropped meanwhile has none.

@@ -26,7 +26,8 @@ pub(crate) struct ListArgs {
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(i64).range(1..))]
     limit: i64,
     /// Only ids above this one
-    #[arg(long, value_name = "ID", default_value_t = 0, hide_default_value = true)]
+    #[arg(long, value_name = "ID", default_value_t = 0, hide_default_value = true,
+          value_parser = clap::value_parser!(i64).range(0..))]
     after: i64,
 }
 

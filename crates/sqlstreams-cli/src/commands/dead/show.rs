@@ -1,12 +1,15 @@
 //! `sqlstreams dead show`.
 
+use std::time::SystemTime;
+
 use clap::Args;
 use serde_json::Value;
 
+use crate::calendar;
 use crate::commands::{open_group, open_stream};
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output::{print, print_json, printable, short_time, thousands};
+use crate::output::{print, print_json, printable, short_time, thousands, time};
 use crate::payload;
 
 const AFTER_HELP: &str = "\
@@ -38,9 +41,9 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
     let message = stream.read(&[args.id]).await?.pop();
     if context.json() {
         let mut document = super::to_json(&letter);
-        document["history"] = letter.history;
+        document["history"] = history(letter.history, time);
         if let Some(message) = message {
-            document["produced_at"] = crate::output::time(message.produced_at).into();
+            document["produced_at"] = time(message.produced_at).into();
             document["routing_key"] = message.routing_key.into();
             document["headers"] = message.headers.into();
             document["payload"] = payload::to_value(&message.payload, stream.payload_type());
@@ -60,8 +63,8 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         letter.dead_at.map(short_time).unwrap_or_default(),
     ))?;
     print(format_args!("\nerror\n{}", indented(letter.last_error.as_deref().unwrap_or("none"))))?;
-    let attempts: Vec<String> =
-        letter.history.as_array().into_iter().flatten().map(entry).collect();
+    let history = history(letter.history, short_time);
+    let attempts: Vec<String> = history.as_array().into_iter().flatten().map(entry).collect();
     if !attempts.is_empty() {
         print(format_args!("\nhistory\n{}", attempts.join("\n")))?;
     }
@@ -94,6 +97,16 @@ async fn not_dead(
         true => "The group has no dead letters.".to_owned(),
         false => format!("Dead letters of the group: {}.", some.join(", ")),
     }))
+}
+
+/// With its times as everything else has them: PostgreSQL spells them in its own way.
+fn history(mut history: Value, spelled: fn(SystemTime) -> String) -> Value {
+    for attempt in history.as_array_mut().into_iter().flatten() {
+        if let Some(at) = attempt["at"].as_str().and_then(calendar::parse) {
+            attempt["at"] = spelled(at).into();
+        }
+    }
+    history
 }
 
 fn entry(attempt: &Value) -> String {

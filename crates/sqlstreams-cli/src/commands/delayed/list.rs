@@ -15,8 +15,8 @@ use crate::payload;
 use crate::values;
 
 const AFTER_HELP: &str = "\
-The first due first; --after goes on after one, as a page that is full says. The ids are those by which `delayed cancel` takes messages back; in the stream
-they get others, when they are due.
+The first due first; --after goes on after one, as a page that is full says. The ids are those by
+which `delayed cancel` takes messages back; in the stream they get others, when they are due.
 
 Examples:
   sqlstreams delayed list orders
@@ -77,7 +77,7 @@ pub(crate) async fn run(args: ListArgs, context: &Context) -> anyhow::Result<()>
     if delayed.len() == args.limit as usize {
         let all = stream.count_delayed().await?;
         context.say(&format!(
-            "{} shown of {}; for more: --after {}/{} or a higher --limit",
+            "{} shown of {}; for more: --after '{}/{}' or a higher --limit",
             thousands(args.limit),
             thousands(all),
             time(last.deliver_at),

@@ -28,7 +28,7 @@ pub(crate) struct CreateArgs {
     /// The group
     group: String,
     /// Where it starts: beginning, latest, an id, a time (UTC without an offset), or '2h ago'
-    #[arg(long, value_name = "WHERE", value_parser = values::start, allow_hyphen_values = true,
+    #[arg(long, value_name = "WHERE", value_parser = values::start,
           default_value = "beginning")]
     from: Start,
     /// Only messages that match are for it: a pattern, or JSON; may be repeated. See `group bindings`

@@ -49,10 +49,10 @@ pub(super) struct Settings {
     #[arg(long, value_name = "DURATION", value_parser = values::duration_or_none)]
     backoff_cap: Option<Duration>,
     /// At most so many messages handed out and not finished; 0 for no limit
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     max_in_flight: Option<u32>,
     /// At most so many messages per second; 0 for no limit
-    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    #[arg(long, value_name = "N")]
     rate_limit: Option<f64>,
     /// How messages are handed out: parallel, ordered or fair
     #[arg(long, value_name = "MODE", value_parser = values::mode)]

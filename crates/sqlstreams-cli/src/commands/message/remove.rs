@@ -6,7 +6,8 @@ use sqlstreams::Outgoing;
 
 use crate::commands::open_stream;
 use crate::context::Context;
-use crate::output::{counted, print, print_json};
+use crate::failure::Failure;
+use crate::output::{counted, print, print_json, printable};
 
 const AFTER_HELP: &str = "\
 Sends a tombstone for each key, all in one transaction: a message without payload, which consumers
@@ -29,7 +30,8 @@ pub(crate) struct RemoveArgs {
 pub(crate) async fn run(args: RemoveArgs, context: &Context) -> anyhow::Result<()> {
     let stream = open_stream(&context.writer().await?, &args.stream).await?;
     let tombstones = args.keys.iter().map(Outgoing::tombstone);
-    let receipts = stream.producer().send_all(tombstones).await?;
+    let sent = stream.producer().send_all(tombstones).await;
+    let receipts = sent.map_err(|error| refused(error, &args.keys))?;
     let ids: Vec<i64> = receipts.iter().map(|receipt| receipt.id).collect();
     match context.json() {
         true => print_json(&json!({ "ids": ids })),
@@ -39,4 +41,19 @@ pub(crate) async fn run(args: RemoveArgs, context: &Context) -> anyhow::Result<(
             stream.name()
         )),
     }
+}
+
+/// What is wrong with a key, in terms of keys.
+fn refused(error: sqlstreams::Error, keys: &[String]) -> anyhow::Error {
+    let Some(key) = error.place().and_then(|place| keys.get(place)) else {
+        return error.into();
+    };
+    let text = error.to_string();
+    let reason = match text.split_once(": ") {
+        Some((place, reason)) if place.starts_with("message ") => reason,
+        _ => &text,
+    };
+    Failure::failed(error.code(), format!("cannot remove {:?}: {reason}", printable(key, 30)))
+        .hint("Nothing was removed.")
+        .into()
 }

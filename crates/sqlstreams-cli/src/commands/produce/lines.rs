@@ -5,10 +5,10 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::thread;
 
-use sqlstreams::MAX_PAYLOAD_BYTES;
+use sqlstreams::{Headers, MAX_PAYLOAD_BYTES};
 use tokio::sync::mpsc;
 
-use super::key;
+use super::field;
 
 /// What a batch may weigh.
 pub(super) const BATCH_BYTES: usize = 8 * 1024 * 1024;
@@ -27,11 +27,13 @@ pub(super) struct Input {
     pub(super) skip_blank: bool,
 }
 
-/// From which fields of its JSON a message's keys are taken.
+/// From which fields of its JSON is taken what goes with a message.
 pub(super) struct Fields {
     pub(super) key: Option<String>,
     pub(super) routing_key: Option<String>,
+    pub(super) headers: Option<String>,
     pub(super) idempotency_key: Option<String>,
+    pub(super) expect_latest: Option<String>,
 }
 
 /// A line of the input.
@@ -42,7 +44,9 @@ pub(super) struct Line {
     pub(super) payload: Vec<u8>,
     pub(super) key: Option<String>,
     pub(super) routing_key: Option<String>,
+    pub(super) headers: Option<Headers>,
     pub(super) idempotency_key: Option<String>,
+    pub(super) expect_latest: Option<i64>,
     /// Why it cannot be sent, when that is known already.
     pub(super) invalid: Option<String>,
 }
@@ -115,7 +119,9 @@ fn line(number: u64, payload: Vec<u8>, length: u64, input: &Input) -> Line {
         payload,
         key: None,
         routing_key: None,
+        headers: None,
         idempotency_key: None,
+        expect_latest: None,
         invalid: None,
     };
     if too_long {
@@ -125,19 +131,29 @@ fn line(number: u64, payload: Vec<u8>, length: u64, input: &Input) -> Line {
         ));
         return line;
     }
-    let Fields { key, routing_key, idempotency_key } = &input.fields;
-    let fields = [
-        (key, &mut line.key),
-        (routing_key, &mut line.routing_key),
-        (idempotency_key, &mut line.idempotency_key),
-    ];
-    for (field, value) in fields {
-        match field.as_ref().map(|field| key::find(&line.payload, field)).transpose() {
-            Ok(found) => *value = found,
-            Err(reason) => line.invalid = Some(reason),
-        }
+    if let Err(reason) = take_fields(&mut line, &input.fields) {
+        line.invalid = Some(reason);
     }
     line
+}
+
+fn take_fields(line: &mut Line, fields: &Fields) -> Result<(), String> {
+    let Fields { key, routing_key, headers, idempotency_key, expect_latest } = fields;
+    let payload = &line.payload;
+    line.key = found(payload, key, field::key)?;
+    line.routing_key = found(payload, routing_key, field::key)?;
+    line.headers = found(payload, headers, field::headers)?;
+    line.idempotency_key = found(payload, idempotency_key, field::key)?;
+    line.expect_latest = found(payload, expect_latest, field::id)?;
+    Ok(())
+}
+
+fn found<V>(
+    payload: &[u8],
+    field: &Option<String>,
+    find: impl Fn(&[u8], &str) -> Result<V, String>,
+) -> Result<Option<V>, String> {
+    field.as_ref().map(|field| find(payload, field)).transpose()
 }
 
 /// Reads a line without its line feed, at most `most` + 1 bytes of it: what is longer is read but not kept. Returns how

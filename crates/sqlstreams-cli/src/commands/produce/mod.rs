@@ -1,6 +1,6 @@
 //! `sqlstreams produce`.
 
-mod key;
+mod field;
 mod lines;
 mod send;
 
@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use serde_json::json;
-use sqlstreams::{Bytes, Client, ErrorKind, PayloadType, Stream};
+use sqlstreams::{Bytes, Client, ErrorKind, Headers, PayloadType, Stream};
 
 use crate::context::Context;
 use crate::failure::Failure;
@@ -34,13 +34,23 @@ A batch ends after --batch lines or 8 MiB, or when no line has come for 0.1 s.
     64 MiB, no key where a --…-key-field wants one) is an error that names it: its batch is refused,
     earlier batches stay, later lines are not sent.
   - With --skip-invalid, such lines are reported on stderr and left out, and everything else is stored.
+
 With --idempotency-key-field a line whose key was sent before, within the stream's window (see
 `stream alter`), is a duplicate: it is not stored again, and counted. So the same file may be sent
 again and again until all of it is stored. A duplicate with another payload is told on stderr.
+
+With --expect-latest or --expect-latest-field, in a compacted stream, a message is stored only if nobody
+has sent another for its key since its current value was read (`message latest --json` has the id);
+else its batch is refused, whatever --skip-invalid says, and the error (code conflict) names the key and
+with --json has latest_id. Every writer of such keys has to ask so. A batch asks once of a key: where
+lines of one follow each other, --batch 1 sends each by itself.
+
 With --delay or --deliver-at the messages wait (`delayed list`) and get their ids when they are due,
 by the database's clock.
+
 With --expires-in, counted from when they are due, or --expires-at, consumers pass over the messages
 after that, and count them as expired.
+
 After Ctrl-C or an error, the number of lines stored and the line to go on from are told.
 
 Examples:
@@ -48,6 +58,8 @@ Examples:
   jq -c '.[]' orders.json | sqlstreams produce orders --key-field customer
   sqlstreams produce orders orders.ndjson --idempotency-key-field order_id
   echo '{\"event\": \"orders.eu.paid\"}' | sqlstreams produce orders --routing-key-field event
+  sqlstreams produce orders orders.ndjson --headers '{\"region\": \"eu\"}'
+  echo '{\"of\": \"pears\", \"is\": 2}' | sqlstreams produce prices --key-field of --expect-latest 17
   echo '{\"remind\": 42}' | sqlstreams produce reminders --delay 1h
   tail -F app.log | sqlstreams produce logs --create --payload-type text
   sqlstreams produce orders dump.ndjson --skip-invalid 2> bad-lines.txt";
@@ -69,9 +81,22 @@ pub(crate) struct ProduceArgs {
     /// Take each message's routing key from this field: `orders.eu.created`. See `group bindings`
     #[arg(long, value_name = "FIELD")]
     routing_key_field: Option<String>,
+    /// Headers of every message: a JSON object
+    #[arg(long, value_name = "JSON", value_parser = values::headers)]
+    headers: Option<Headers>,
+    /// Take each message's headers from this field, a JSON object; they come before those of --headers
+    #[arg(long, value_name = "FIELD")]
+    headers_field: Option<String>,
     /// Take each message's idempotency key from this field: the stream stores each key once
     #[arg(long, value_name = "FIELD")]
     idempotency_key_field: Option<String>,
+    /// Store a message only if the current value of its key is the message of this id, or with 0 if it has none
+    #[arg(long, value_name = "ID", conflicts_with = "expect_latest_field",
+          value_parser = clap::value_parser!(i64).range(0..))]
+    expect_latest: Option<i64>,
+    /// Take that id from this field: a number, or null for none
+    #[arg(long, value_name = "FIELD")]
+    expect_latest_field: Option<String>,
     /// Keep the messages back for so long
     #[arg(long, value_name = "DURATION", conflicts_with = "deliver_at",
           value_parser = values::duration_or_none)]
@@ -109,13 +134,17 @@ pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<
         fields: Fields {
             key: args.key_field,
             routing_key: args.routing_key_field,
+            headers: args.headers_field,
             idempotency_key: args.idempotency_key_field,
+            expect_latest: args.expect_latest_field,
         },
         skip_blank: matches!(stream.payload_type(), PayloadType::Json | PayloadType::Jsonb),
     };
     // Not between lines that are being typed.
     let progress = Progress::new(context, size, "lines").hidden_if(is_typed);
     let options = Options {
+        headers: args.headers,
+        expect_latest: args.expect_latest,
         delay: args.delay,
         deliver_at: args.deliver_at,
         expires_in: args.expires_in,

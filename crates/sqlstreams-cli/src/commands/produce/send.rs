@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, SystemTime};
 
 use sqlstreams::{
-    Bytes, CancellationToken, Duplicate, ErrorKind, Outgoing, Producer, Receipt, Stream,
+    Bytes, CancellationToken, Duplicate, ErrorKind, Headers, Outgoing, Producer, Receipt, Stream,
 };
 use tokio::time::{Instant, timeout_at};
 
@@ -56,6 +56,8 @@ impl Default for Sent {
 
 /// How to send.
 pub(super) struct Options {
+    pub(super) headers: Option<Headers>,
+    pub(super) expect_latest: Option<i64>,
     pub(super) delay: Option<Duration>,
     pub(super) deliver_at: Option<SystemTime>,
     pub(super) expires_in: Option<Duration>,
@@ -178,6 +180,9 @@ impl<'a> Sender<'a> {
                 true => self.send_valid(&mut batch).await?,
                 false => return Err(self.name_line(error, &batch).into()),
             },
+            Err(error) if error.kind() == ErrorKind::Conflict => {
+                return Err(conflict(&error, &batch).into());
+            }
             sent => sent?,
         };
         for (line, receipt) in batch.iter().zip(receipts) {
@@ -265,6 +270,15 @@ impl Options {
         if let Some(key) = &line.routing_key {
             message = message.routing_key(key);
         }
+        let headers = [&self.headers, &line.headers].into_iter().flatten();
+        // The line's own replace those of all.
+        let headers = headers.cloned().reduce(|all, own| all.into_iter().chain(own).collect());
+        if let Some(headers) = headers {
+            message = message.headers(headers);
+        }
+        if let Some(id) = line.expect_latest.or(self.expect_latest) {
+            message = message.expect_latest((id > 0).then_some(id));
+        }
         if let Some(key) = &line.idempotency_key {
             message = message.idempotency_key(key);
         }
@@ -287,6 +301,17 @@ impl Options {
 /// Whether the error is about a message, not about the database.
 fn is_refusal(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::InvalidMessage | ErrorKind::TooLarge)
+}
+
+/// A key whose current value is not the expected one: the error names it, and the batch says about where it is.
+fn conflict(error: &sqlstreams::Error, batch: &[Line]) -> Failure {
+    let failure = Failure::from(error);
+    let failure = match batch {
+        [line] => failure.within(&format!("line {}", line.number)).detail("line", line.number),
+        [first, .., last] => failure.within(&format!("lines {} to {}", first.number, last.number)),
+        [] => failure,
+    };
+    failure.detail("latest_id", error.latest_id())
 }
 
 fn refused(line: u64, reason: &str) -> Failure {
