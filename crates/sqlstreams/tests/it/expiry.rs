@@ -321,8 +321,8 @@ async fn sql_can_say_it_all() {
         ("produce('s', '{')", "22P02"),
         ("produce('s', '1', p_idempotency_key => '')", "SQ004"),
         ("produce('s', '1', p_idempotency_key => repeat('x', 1025))", "SQ004"),
-        ("produce('s', '1', p_headers => '[]')", "23514"),
-        ("produce('s', NULL)", "23502"),
+        ("produce('s', '1', p_headers => '[]')", "SQ004"),
+        ("produce('s', NULL)", "SQ004"),
         ("produce('s', '1', p_deliver_at => '294270-01-01', p_expires_in => '100 years')", "22008"),
     ] {
         let error = db.query(&format!("SELECT sqlstreams.{call}"), &[]).await.unwrap_err();
