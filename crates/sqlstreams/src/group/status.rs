@@ -38,17 +38,17 @@ pub struct GroupStatus {
     /// few seconds and when they stop; one that dies may not have told of its last.
     pub expired: i64,
     /// The same of messages that were to be tried again when a newer one of their key had come: see
-    /// [`newest_only`](GroupBuilder::newest_only).
+    /// [`newest_only`](crate::GroupBuilder::newest_only).
     pub superseded: i64,
-    /// Nothing is handed out: see [`Group::pause`].
+    /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
-    /// See [`GroupBuilder::max_in_flight`]; `None`: no limit.
+    /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
     pub max_in_flight: Option<u32>,
-    /// See [`GroupBuilder::rate_limit`]; `None`: no limit.
+    /// See [`GroupBuilder::rate_limit`](crate::GroupBuilder::rate_limit); `None`: no limit.
     pub rate_limit: Option<f64>,
     /// How it hands out its messages.
     pub mode: Mode,
-    /// Of each key only the newest message: see [`GroupBuilder::newest_only`].
+    /// Of each key only the newest message: see [`GroupBuilder::newest_only`](crate::GroupBuilder::newest_only).
     pub newest_only: bool,
     /// How long a lease lasts without a heartbeat.
     pub lease: Duration,
