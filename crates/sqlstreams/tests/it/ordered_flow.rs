@@ -107,7 +107,7 @@ async fn a_hot_key_does_not_use_a_limit_up() {
     let (client, _) = client_at(&url).await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let group = stream.group("g").ordered().max_in_flight(3).create().await.unwrap();
-    send(&stream, 500, 1).await;
+    send(&stream, 100, 1).await;
     let others: Vec<u64> = (0..200).collect();
     let all = others.iter().map(|n| Outgoing::new(n).key(format!("other {n}")));
     stream.producer().send_all(all).await.unwrap();
@@ -132,11 +132,11 @@ async fn a_hot_key_does_not_use_a_limit_up() {
     eventually(async || handled.load(Ordering::SeqCst) == elsewhere).await;
     opened.cancel();
     until("all are handled", Duration::from_secs(60), async || {
-        count(&db, "SELECT sqlstreams.is_resolved(1, 1, 700)::int::bigint").await == 1
+        count(&db, "SELECT sqlstreams.is_resolved(1, 1, 300)::int::bigint").await == 1
     })
     .await;
     stop.cancel();
-    assert_eq!(running.await.unwrap().unwrap().handled, 700);
+    assert_eq!(running.await.unwrap().unwrap().handled, 300);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

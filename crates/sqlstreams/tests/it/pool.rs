@@ -85,7 +85,11 @@ async fn tb_158_calls_that_are_cancelled_cost_the_pool_nothing() {
         let (stream, group, cancelled) = (stream.clone(), group.clone(), cancelled.clone());
         tokio::spawn(async move {
             for call in 0..400_u64 {
-                let after = Duration::from_micros(fastrand::u64(1..300).pow(2));
+                // Some are not cancelled, however slow the machine is.
+                let after = match call % 8 {
+                    0 => Duration::from_secs(60),
+                    _ => Duration::from_micros(fastrand::u64(1..300).pow(2)),
+                };
                 let numbers: Vec<u64> = (0..20).collect();
                 let producer = stream.producer();
                 let done = match (caller + call) % 6 {
@@ -109,7 +113,7 @@ async fn tb_158_calls_that_are_cancelled_cost_the_pool_nothing() {
     futures_util::future::try_join_all(callers).await.unwrap();
     let cancelled = cancelled.load(Ordering::Relaxed);
     println!("{cancelled} of 6400 calls were cancelled");
-    assert!((1_000..6_350).contains(&cancelled), "{cancelled}");
+    assert!((1_000..=5_600).contains(&cancelled), "{cancelled}");
 
     // No transaction was left open, and no more connections than there may be: the pool's and the listener.
     until("the sessions are idle", Duration::from_secs(30), async || {
