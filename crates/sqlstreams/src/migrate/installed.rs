@@ -44,13 +44,16 @@ impl Installed {
         }
         let rows = client
             .query_typed(
-                &format!("SELECT version, oldest, functions FROM {table} ORDER BY version DESC LIMIT 1"),
+                &format!(
+                    "SELECT version, oldest, functions FROM {table} ORDER BY version DESC LIMIT 1"
+                ),
                 &[],
             )
             .await
             .map_err(failed)?;
         let Some(row) = rows.first() else { return Ok(Self::Nothing) };
-        let (found, oldest, functions): (i32, i32, Option<&str>) = (row.get(0), row.get(1), row.get(2));
+        let (found, oldest, functions): (i32, i32, Option<&str>) =
+            (row.get(0), row.get(1), row.get(2));
         Ok(match found {
             _ if found < version() => Self::Older(found),
             _ if found > version() && oldest > version() => Self::TooNew(found, oldest),
@@ -76,7 +79,8 @@ impl Installed {
             Self::Same | Self::Newer(_) => return Ok(()),
             Self::TooNew(..) => return self.refuse_too_new(schema),
             Self::Nothing => {
-                let text = format!("SQLStreams is not installed in schema {schema} of this database");
+                let text =
+                    format!("SQLStreams is not installed in schema {schema} of this database");
                 let hint = "Run `sqlstreams migrate`, or check the database and the schema name.";
                 return Err(Error::new(ErrorKind::SchemaMissing, text).with_hint(hint));
             }

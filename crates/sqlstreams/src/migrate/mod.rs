@@ -133,11 +133,14 @@ async fn step(client: &mut PgClient, schema: &Schema, streams_of: Option<i32>) -
                 return Ok(Step::Streams(at));
             }
             // Those that were created since; none is before this transaction ends.
-            tx.batch_execute("SELECT migrate_stream(id) FROM stream; DROP FUNCTION migrate_stream(bigint)")
-                .await
-                .map_err(failed)?;
+            tx.batch_execute(
+                "SELECT migrate_stream(id) FROM stream; DROP FUNCTION migrate_stream(bigint)",
+            )
+            .await
+            .map_err(failed)?;
         }
-        let finish = "UPDATE schema_migration SET finished_at = clock_timestamp() WHERE version = $1";
+        let finish =
+            "UPDATE schema_migration SET finished_at = clock_timestamp() WHERE version = $1";
         tx.query_typed(finish, &[(&at, Type::INT4)]).await.map_err(failed)?;
     } else if let Some(next) = next.first() {
         make_catalog(&tx, next).await?;

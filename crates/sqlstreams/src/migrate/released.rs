@@ -32,7 +32,8 @@ fn installation() -> String {
 /// Each statement as PREPARE, those of a stream for stream 1 with JSON payloads.
 fn statements() -> String {
     let schema = Schema::new("sqlstreams").unwrap();
-    let (queries, of_stream) = (Queries::new(&schema), StreamQueries::new(&schema, 1, PayloadType::Json));
+    let (queries, of_stream) =
+        (Queries::new(&schema), StreamQueries::new(&schema, 1, PayloadType::Json));
     let all: Vec<(&str, &Query)> = queries.all().into_iter().chain(of_stream.all()).collect();
     let mut text = String::new();
     for (name, query) in all {
@@ -40,8 +41,9 @@ fn statements() -> String {
         if matches!(name, "insert" | "produce") {
             types.push("_json".into());
         }
-        let types = if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) };
-        writeln!(text, "PREPARE {name}{types} AS\n{};\n", query.sql.trim_end()).unwrap();
+        let types =
+            if types.is_empty() { String::new() } else { format!(" ({})", types.join(", ")) };
+        writeln!(text, "PREPARE \"{name}\"{types} AS\n{};\n", query.sql.trim_end()).unwrap();
     }
     text
 }

@@ -84,7 +84,11 @@ async fn tb_112_another_version_is_refused_and_left_alone() {
     );
 
     // Newer, and made so that this program can go on beside those that brought it: used as it is.
-    db.batch_execute(&format!("UPDATE sqlstreams.schema_migration SET oldest = {version} WHERE version > {version}")).await.unwrap();
+    db.batch_execute(&format!(
+        "UPDATE sqlstreams.schema_migration SET oldest = {version} WHERE version > {version}"
+    ))
+    .await
+    .unwrap();
     for migrate in [true, false] {
         let client = Client::builder(&url).migrate(migrate).connect().await.unwrap();
         let report = client.migrate().await.unwrap();

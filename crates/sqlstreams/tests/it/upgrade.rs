@@ -27,10 +27,13 @@ async fn released() -> (String, Db) {
     (url, db)
 }
 
-/// A connection of an old program.
+/// A connection of an old program, for a stream that is not compacted.
 async fn old_program(url: &str) -> Db {
     let db = connect(url).await;
-    db.batch_execute(STATEMENTS).await.unwrap();
+    let of_compacted = ["PREPARE \"latest\"", "PREPARE \"current\""];
+    let others =
+        STATEMENTS.split("\n\n").filter(|s| !of_compacted.iter().any(|c| s.starts_with(c)));
+    db.batch_execute(&others.collect::<Vec<_>>().join("\n")).await.unwrap();
     db
 }
 
@@ -50,7 +53,7 @@ async fn rows(db: &Db, sql: &str) -> Vec<Vec<Option<String>>> {
 async fn produce(db: Db, stop: Arc<AtomicBool>) -> i64 {
     let mut sent = 0;
     while !stop.load(Ordering::SeqCst) {
-        let insert = format!("EXECUTE insert (NULL, NULL, NULL, ARRAY['{sent}'::json])");
+        let insert = format!("EXECUTE \"insert\" (NULL, NULL, NULL, ARRAY['{sent}'::json])");
         assert_eq!(rows(&db, &insert).await.len(), 1);
         sent += 1;
         tokio::time::sleep(Duration::from_millis(2)).await;
@@ -67,7 +70,7 @@ async fn consume(db: Db, group: i64, stop: Arc<AtomicBool>) -> BTreeSet<i64> {
         let (limit, token) = (if last { 0 } else { 20 }, uuid::Uuid::new_v4());
         let [done, failed] = &settled;
         let advance = format!(
-            "EXECUTE advance (1, {group}, {done}, {failed}, {limit}, '{token}', NULL, NULL, -1, 0, NULL)"
+            "EXECUTE \"advance\" (1, {group}, {done}, {failed}, {limit}, '{token}', NULL, NULL, -1, 0, NULL)"
         );
         let claimed = rows(&db, &advance).await.remove(0);
         assert_eq!(claimed[0].as_deref(), Some("{}"), "a lease was lost");
@@ -79,9 +82,12 @@ async fn consume(db: Db, group: i64, stop: Arc<AtomicBool>) -> BTreeSet<i64> {
             tokio::time::sleep(Duration::from_millis(5)).await;
             continue;
         };
-        let fetched = rows(&db, &format!("EXECUTE fetch (1, {group}, '{token}', 0, 20, 1000000)"));
-        let ids = fetched.await.into_iter().map(|row| row[0].as_deref().unwrap().parse().unwrap());
-        let (fail, succeed): (Vec<i64>, Vec<i64>) = ids.partition(|id| id % 10 == 0);
+        let fetch = format!("EXECUTE \"fetch\" (1, {group}, '{token}', 0, 20, 1000000)");
+        let ids = rows(&db, &fetch)
+            .await
+            .into_iter()
+            .map(|row| row[0].as_deref().unwrap().parse::<i64>().unwrap());
+        let (fail, succeed): (Vec<i64>, Vec<i64>) = ids.partition(|id: &i64| id % 10 == 0);
         for id in succeed {
             assert!(handled.insert(id), "{id} came twice");
         }
@@ -172,10 +178,14 @@ async fn statements_of_released_programs_prepare() {
     let url = database().await;
     let client = Client::connect(&url).await.unwrap();
     client.stream::<u64>("s").compacted(true).create().await.unwrap();
-    let db = old_program(&url).await;
+    let db = connect(&url).await;
+    db.batch_execute(STATEMENTS).await.unwrap();
     let statements = STATEMENTS.matches("PREPARE ").count() as i64;
     assert!(statements > 50);
-    assert_eq!(count(&db, "SELECT count(*) FROM pg_prepared_statements WHERE from_sql").await, statements);
+    assert_eq!(
+        count(&db, "SELECT count(*) FROM pg_prepared_statements WHERE from_sql").await,
+        statements
+    );
 }
 
 /// What is there, in every detail that matters, but for numbers of objects and the order of columns.
@@ -237,5 +247,8 @@ async fn an_upgrade_that_is_killed_is_finished_by_the_next() {
     let found = everything(&db).await;
     let missing: Vec<_> = expected.difference(&found).collect();
     let surplus: Vec<_> = found.difference(&expected).collect();
-    assert!(missing.is_empty() && surplus.is_empty(), "missing: {missing:#?}, surplus: {surplus:#?}");
+    assert!(
+        missing.is_empty() && surplus.is_empty(),
+        "missing: {missing:#?}, surplus: {surplus:#?}"
+    );
 }
