@@ -68,5 +68,6 @@ mod surplus;
 mod tokens;
 mod transactions;
 mod unrelated;
+mod upgrade;
 
 mod wake;
