@@ -1,0 +1,27 @@
+-- Maintenance: what a log needs that nobody waits for. One process at a time does it for all streams of the installation, under a lease that
+-- runs out; any consumer can, and `sqlstreams maintain`.
+--
+-- Each few seconds the holder sends one statement, maintenance_look, which renews the lease and says which steps are due of which streams, over
+-- all streams at once. Then it runs these, each in a transaction of its own, and records what came of them (record_step). A step that fails is
+-- put off and does not keep others waiting. Steps have to be safe for several at once: a holder that was frozen may go on beside the next one.
+--
+-- How to add a step <x> (of streams, or of the installation):
+--   * a function <x>_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval): the streams (NULL: the installation) that have
+--     something to do, with how long until then ('0' or less: now). One statement over all of p_heads, in bounded time, without locks or writes. Where
+--     nothing is to be done it returns no row.
+--   * a branch in maintenance_due, below, and one in Step (src/maintain/step.rs) that runs it in bounded time.
+
+-- Takes the lease for p_holder or renews it. Never waits. Returns whether p_holder has it, and how long whoever has it still does.
+--   hold_maintenance(p_holder uuid, p_name text DEFAULT NULL, p_lease interval DEFAULT '10 seconds') RETURNS TABLE (held boolean, remaining interval)
+-- Gives it back at once:
+--   release_maintenance(p_holder uuid) RETURNS boolean
+-- The statement of each pass: hold_maintenance, then, if held, what is due among the first 1,000 streams with ids above p_after. The first row has step NULL, and
+-- next_after, from where on to go on (NULL: that was all). A row with due_in above zero only says when to come again.
+--   maintenance_look(p_holder uuid, p_name text, p_lease interval, p_after bigint DEFAULT 0)
+--       RETURNS TABLE (held boolean, remaining interval, next_after bigint, step text, stream_id bigint, due_in interval)
+-- What came of a step. p_error NULL: it worked. p_next: when to come again at the earliest. p_memory NULL: as it was.
+--   record_step(p_step text, p_stream bigint, p_started timestamptz, p_error text DEFAULT NULL, p_next interval DEFAULT NULL, p_memory jsonb DEFAULT NULL) RETURNS void
+-- Partitions (partition.sql):
+--   ensure_partitions(p_stream bigint, p_ahead int DEFAULT NULL, p_most int DEFAULT 1000) RETURNS int      -- NULL: what the pace asks for
+--   seal_partitions(p_stream bigint) RETURNS int        -- marks log_partition.sealed_at
+--   stream_rate(p stream_pace, p_now timestamptz) RETURNS double precision
