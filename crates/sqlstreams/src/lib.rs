@@ -149,4 +149,6 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/maintenance.md")]
+    struct Maintenance;
 }
