@@ -59,7 +59,7 @@ impl fmt::Debug for Maintenance {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepRun {
-    /// Which: `partitions`, `seal`, `keys`, `compact` or `reclaim`.
+    /// Which: `partitions`, `seal`, `keys`, `groups`, `compact` or `reclaim`.
     pub step: &'static str,
     /// Of which stream; `None`: of the whole installation.
     pub stream: Option<String>,

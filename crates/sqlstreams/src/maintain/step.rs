@@ -40,6 +40,8 @@ pub(super) enum Step {
     Seal,
     /// Idempotency keys that have outlived their window.
     Keys,
+    /// Groups that nobody consumes any more.
+    Groups,
     /// Messages of compacted streams that are superseded.
     Compact,
     /// The space of those.
@@ -58,14 +60,15 @@ pub(super) struct Done {
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 5] =
-        [Self::Partitions, Self::Seal, Self::Keys, Self::Compact, Self::Reclaim];
+    pub(super) const ALL: [Self; 6] =
+        [Self::Partitions, Self::Seal, Self::Keys, Self::Groups, Self::Compact, Self::Reclaim];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Partitions => "partitions",
             Self::Seal => "seal",
             Self::Keys => "keys",
+            Self::Groups => "groups",
             Self::Compact => "compact",
             Self::Reclaim => "reclaim",
         }
@@ -89,6 +92,7 @@ impl Step {
             Self::Partitions => partitions(client, stream).await,
             Self::Seal => seal(client, stream).await,
             Self::Keys => keys(client, stream).await,
+            Self::Groups => groups(client, stream).await,
             Self::Compact => compact(client, stream).await,
             Self::Reclaim => reclaim(client, stream).await,
         }
@@ -133,6 +137,25 @@ async fn keys(client: &Client, stream: i64) -> Result<Done> {
         }
     }
     Ok(Done { more: true, ..Done::default() })
+}
+
+async fn groups(client: &Client, stream: i64) -> Result<Done> {
+    let query = &client.inner.queries.maintain_groups;
+    let doing = "look for groups that nobody consumes";
+    let memory = remembered(client, Step::Groups, stream).await?;
+    let mut after = memory.get("after").and_then(Value::as_i64).unwrap_or_default();
+    for _ in 0..CHUNKS {
+        let row = one(client, BOOKKEEPING, query, &[&stream, &after], doing).await?;
+        match row.get::<_, Option<i64>>(0) {
+            Some(further) => after = further,
+            None => {
+                let next = Duration::try_from_secs_f64(row.get(1)).unwrap_or(PAUSE);
+                return Ok(Done { next: Some(next), memory: Some(Map::new()), ..Done::default() });
+            }
+        }
+    }
+    let memory = Map::from_iter([("after".to_owned(), after.into())]);
+    Ok(Done { more: true, memory: Some(memory), ..Done::default() })
 }
 
 async fn compact(client: &Client, stream: i64) -> Result<Done> {
