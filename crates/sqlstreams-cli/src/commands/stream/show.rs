@@ -43,8 +43,10 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         on_or_off(info.notify),
         if info.compacted { "yes" } else { "no" },
         span(info.idempotency_window),
-        info.group_expiry
-            .map_or_else(|| "never".to_owned(), |after| format!("{} after the last sign of life", span(after))),
+        info.group_expiry.map_or_else(
+            || "never".to_owned(),
+            |after| format!("{} after the last sign of life", span(after))
+        ),
         short_time(info.created_at),
         info.id,
         thousands(info.partition_size),
