@@ -97,6 +97,20 @@ queries! {
         list_exceptions: [TEXT, TEXT, TEXT, INT8, INT8],
         redrive: [INT8, INT8, INT8_ARRAY, INT8],
         discard: [INT8, INT8, INT8_ARRAY, INT8],
+        maintenance_look: [UUID, TEXT, FLOAT8, INT8],
+        hold_maintenance: [UUID, TEXT, FLOAT8],
+        release_maintenance: [UUID],
+        record_step: [TEXT, INT8, FLOAT8, TEXT, FLOAT8, TEXT],
+        step_memory: [TEXT, INT8],
+        maintain_partitions: [INT8],
+        seal_partitions: [INT8],
+        next_expiry_of_keys: [INT8, TIMESTAMPTZ],
+        maintenance_holder: [],
+        maintain_groups: [INT8, INT8],
+        note_consumers: [INT8_ARRAY],
+        expire_groups_after: [INT8, FLOAT8],
+        maintenance_steps: [],
+        maintenance_failures: [INT8],
     }
 }
 

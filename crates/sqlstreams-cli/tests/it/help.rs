@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 48] = [
+const COMMANDS: [&[&str]; 50] = [
     &[],
     &["demo"],
     &["up"],
@@ -42,6 +42,8 @@ const COMMANDS: [&[&str]; 48] = [
     &["message", "latest"],
     &["message", "current"],
     &["message", "remove"],
+    &["maintain"],
+    &["maintain", "status"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
