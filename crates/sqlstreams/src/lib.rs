@@ -94,6 +94,7 @@ mod produce;
 mod queries;
 mod reason;
 mod reclaim;
+mod schedule;
 mod schema;
 mod stream;
 #[cfg(test)]
@@ -123,6 +124,10 @@ pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
 pub use reclaim::{Left, Reclaimed};
+pub use schedule::{
+    Fired, Missed, RunKind, Schedule, ScheduleBuilder, ScheduleInfo, ScheduleRun, ScheduleState,
+    Timetable,
+};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;
 
@@ -145,4 +150,6 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/schedules.md")]
+    struct Schedules;
 }

@@ -432,7 +432,7 @@ END $$;
 
 -- For people, and clients: the schedules with where they stand, by name. state: active, paused, failing (it is tried again at retry_at), over.
 CREATE OR REPLACE FUNCTION list_schedules(p_name text DEFAULT NULL, p_stream text DEFAULT NULL, p_after text DEFAULT NULL, p_limit bigint DEFAULT NULL)
-RETURNS TABLE (name text, id bigint, stream text, state text, cron text, at timestamptz, zone text, missed text, grace interval, catch_up int,
+RETURNS TABLE (name text, id bigint, stream text, stream_id bigint, state text, cron text, at timestamptz, zone text, missed text, grace interval, catch_up int,
                key text, routing_key text, headers jsonb, expires_in interval, payload text, created_at timestamptz, since timestamptz, next_fire timestamptz,
                last_fire timestamptz, last_message_id bigint, last_at timestamptz, produced bigint, not_produced bigint,
                failures int, retry_at timestamptz, last_error text, failed_at timestamptz)
@@ -440,7 +440,7 @@ LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SE
 #variable_conflict use_column
 BEGIN
     RETURN QUERY
-    SELECT s.name, s.id, x.name, CASE WHEN s.paused THEN 'paused' WHEN t.due_at IS NULL THEN 'over' WHEN t.failures > 0 THEN 'failing' ELSE 'active' END,
+    SELECT s.name, s.id, x.name, x.id, CASE WHEN s.paused THEN 'paused' WHEN t.due_at IS NULL THEN 'over' WHEN t.failures > 0 THEN 'failing' ELSE 'active' END,
            s.cron, s.at, s.zone, s.missed, s.grace, s.catch_up, s.key, s.routing_key, s.headers, s.expires_in, s.payload, s.created_at, s.since, t.fire_at,
            r.fire_time, r.message_id, r.at, t.produced, t.missed,
            t.failures, CASE WHEN t.failures > 0 THEN t.due_at END, t.last_error, t.failed_at
