@@ -309,12 +309,10 @@ END $$;
 
 -- The schedules to look at now, the first due first, at most p_limit, and after those with due_in above zero the one that is next. p_from bounds the
 -- look from below: no schedule was due before that when it was last looked without it.
---
--- SECURITY DEFINER, here and below: whoever does the upkeep may be allowed to do less than who made the schedule.
 CREATE OR REPLACE FUNCTION due_schedules(p_from timestamptz DEFAULT '-infinity', p_limit bigint DEFAULT 100)
 RETURNS TABLE (looked_at timestamptz, due_in interval, id bigint, turn bigint, stream_id bigint, name text, cron text, at timestamptz, zone text, missed text,
                grace interval, catch_up int, since timestamptz, done_until timestamptz)
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
     now timestamptz := clock_timestamp();
@@ -336,7 +334,7 @@ END $$;
 -- by the server's clock it is not yet time; 'no_room': the log lacks a partition (ensure_partitions).
 CREATE OR REPLACE FUNCTION fire_schedule(p_schedule bigint, p_turn bigint, p_times timestamptz[], p_late int, p_missed bigint, p_missed_at timestamptz,
     p_until timestamptz, p_next timestamptz) RETURNS TABLE (outcome text, stream_id bigint, ids bigint[])
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
 #variable_conflict use_column
 DECLARE
     s     schedule;
@@ -409,7 +407,7 @@ END $$;
 
 -- The schedule could not be fired: it is tried again after 1 s, 2 s, 4 s … up to 5 minutes. Returns false where somebody was faster.
 CREATE OR REPLACE FUNCTION fail_schedule(p_schedule bigint, p_turn bigint, p_error text) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     t schedule_turn;
 BEGIN

@@ -237,15 +237,20 @@ async fn understand(client: &Client, due: &Due, row: &Row) -> Result<Outcome> {
 
 /// The others go on; this one is tried again later.
 async fn fail(client: &Client, due: &Due, error: &Error) -> Result<Outcome> {
-    let text = match error.hint() {
-        Some(hint) => format!("{error} ({hint})"),
-        None => error.to_string(),
-    };
-    let source = error as &dyn std::error::Error;
-    tracing::warn!(schedule = due.name, error = source, "a schedule could not be fired");
+    let text = tell(&due.name, error);
     let fail = &client.inner.queries.fail_schedule;
     let row = client.query_one(fail, &[&due.id, &due.turn, &text], "record a failure").await?;
     Ok(if row.get(0) { Outcome::Failed } else { Outcome::Busy })
+}
+
+/// Logs why a schedule has failed, and returns it as a text.
+fn tell(name: &str, error: &Error) -> String {
+    let source = error as &dyn std::error::Error;
+    tracing::warn!(schedule = name, error = source, "a schedule could not be fired");
+    match error.hint() {
+        Some(hint) => format!("{error} ({hint})"),
+        None => error.to_string(),
+    }
 }
 
 pub(super) async fn make_room(client: &Client, stream: i64) -> Result<()> {
