@@ -9,7 +9,9 @@ use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcomm
 use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
+use crate::commands::{
+    consume, dead, delayed, down, group, message, migrate, produce, schedule, stream, up,
+};
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
 use crate::prose;
@@ -30,7 +32,7 @@ Exit codes:
   0    done
   1    failed
   2    the command line or the configuration makes no sense
-  3    a stream, group or dead letter that was named does not exist
+  3    a stream, group, schedule or dead letter that was named does not exist
   4    the database cannot be reached or used: read-only, too old, no privilege, schema missing
   130  cut short by Ctrl-C (143: by SIGTERM)";
 
@@ -98,6 +100,9 @@ pub(crate) enum Command {
     /// Look up, list and remove the current values of a compacted stream
     #[command(subcommand)]
     Message(message::MessageCommand),
+    /// Create, list, show, alter, pause, run and drop schedules
+    #[command(subcommand)]
+    Schedule(schedule::ScheduleCommand),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
