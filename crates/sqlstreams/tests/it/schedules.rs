@@ -22,7 +22,7 @@ async fn stream(client: &Client) -> Stream<u64> {
 async fn neglect(db: &Db, name: &str, interval: &str) {
     db.batch_execute(&format!(
         "UPDATE sqlstreams.schedule SET since = date_trunc('second', clock_timestamp()) - interval '{interval}' WHERE name = '{name}';
-         UPDATE sqlstreams.schedule_turn AS t SET done_until = s.since, due_at = s.since, fire_at = NULL
+         UPDATE sqlstreams.schedule_turn AS t SET done_until = s.since, due_at = clock_timestamp(), fire_at = NULL
              FROM sqlstreams.schedule AS s WHERE s.id = t.schedule_id AND s.name = '{name}'"
     ))
     .await
@@ -260,7 +260,7 @@ async fn tb_130_a_call_that_hangs_keeps_no_other_schedule() {
     assert_eq!(second.fire_schedules().await.unwrap().produced, 0);
     // Others would find it as it was; and so does the same process afterwards.
     db.batch_execute(
-        "TRUNCATE gate; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()",
+        "DELETE FROM gate; SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()",
     )
     .await
     .unwrap();
