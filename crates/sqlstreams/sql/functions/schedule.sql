@@ -102,8 +102,9 @@ CREATE OR REPLACE FUNCTION create_schedule(p_name text, p_stream text, p_payload
 RETURNS bigint
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
-    s    schedule;
-    old  schedule;
+    s     schedule;
+    made  schedule;
+    old   schedule;
     begun timestamptz := coalesce(p_from, clock_timestamp());
 BEGIN
     PERFORM require_read_committed();
@@ -118,12 +119,12 @@ BEGIN
     PERFORM require_sound(s);
     INSERT INTO schedule (name, stream_id, cron, at, zone, missed, grace, catch_up, key, routing_key, headers, expires_in, payload, since)
         VALUES (s.name, s.stream_id, s.cron, s.at, s.zone, s.missed, s.grace, s.catch_up, s.key, s.routing_key, s.headers, s.expires_in, s.payload, begun)
-        ON CONFLICT (name) DO NOTHING RETURNING * INTO s;
+        ON CONFLICT (name) DO NOTHING RETURNING * INTO made;
     IF FOUND THEN
-        PERFORM require_time(s);
-        PERFORM plan_schedule(s, begun, p_next);
+        PERFORM require_time(made);
+        PERFORM plan_schedule(made, begun, p_next);
         INSERT INTO audit (action, stream_name, detail) VALUES ('create_schedule', p_stream, jsonb_build_object('schedule', p_name));
-        RETURN s.id;
+        RETURN made.id;
     END IF;
     IF p_replace IS NOT TRUE THEN
         RAISE EXCEPTION 'schedule % exists already', quote_ident(p_name)
@@ -186,7 +187,6 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
     old schedule;
     s   schedule;
-    -- plpgsql has no OR for "given or all are".
     whole boolean := coalesce(p_message, false);
 BEGIN
     PERFORM require_that(p_cron IS NULL OR p_at IS NULL, 'a schedule has either a cron expression or a time', 'Give one of p_cron and p_at.');
