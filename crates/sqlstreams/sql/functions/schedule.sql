@@ -76,6 +76,7 @@ DECLARE
     of stream := require_stream(s.stream_id);
 BEGIN
     PERFORM require_that((s.cron IS NULL) <> (s.at IS NULL), format('schedule %I has either a cron expression or a time', s.name), 'Give one of p_cron and p_at.');
+    PERFORM require_that(isfinite(coalesce(s.at, 'epoch')), 'a schedule''s time is one that comes', 'Write it as 2027-01-01T00:00:00Z.');
     PERFORM require_that(coalesce(octet_length(s.cron), 0) <= 1000, 'a cron expression takes at most 1000 bytes', 'Make two schedules of it.');
     PERFORM require_that(octet_length(s.zone) BETWEEN 1 AND 200, 'a time zone has a name', 'Write it like Europe/Berlin, or UTC.');
     PERFORM require_that(s.missed IN ('skip', 'once', 'all'), format('times that were missed are not made up for as %L', s.missed), 'Choose skip, once or all.');
@@ -140,7 +141,7 @@ END $$;
 CREATE OR REPLACE FUNCTION require_time(s schedule) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
-    PERFORM require_that(s.at IS NULL OR isfinite(s.at) AND s.at > clock_timestamp(), format('the time %s has been, or never comes', s.at), 'Give one that lies ahead; run_schedule produces the message now.');
+    PERFORM require_that(coalesce(s.at > clock_timestamp(), true), format('the time %s has been', s.at), 'Give one that lies ahead; run_schedule produces the message now.');
 END $$;
 
 -- Changes old, which is locked, to s. Nothing is written where they are the same.

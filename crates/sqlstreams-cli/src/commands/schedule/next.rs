@@ -53,7 +53,7 @@ pub(crate) async fn run(args: NextArgs, context: &Context) -> anyhow::Result<()>
     };
     let local = |at: SystemTime| {
         let zone = TimeZone::get(&zone).unwrap_or(TimeZone::UTC);
-        let at = Timestamp::try_from(at).unwrap_or_default().to_zoned(zone);
+        let at = Timestamp::try_from(at).unwrap_or_default().to_zoned_datetime(zone);
         at.strftime("%Y-%m-%d %H:%M:%S %Z").to_string()
     };
     let first = timetable.next_after(args.after.unwrap_or_else(SystemTime::now));
