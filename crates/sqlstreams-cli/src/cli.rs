@@ -10,7 +10,7 @@ use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
 use crate::commands::{
-    consume, dead, delayed, down, group, message, migrate, produce, schedule, stream, up,
+    consume, dead, delayed, down, group, maintain, message, migrate, produce, schedule, stream, up,
 };
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
@@ -100,6 +100,8 @@ pub(crate) enum Command {
     /// Look up, list and remove the current values of a compacted stream
     #[command(subcommand)]
     Message(message::MessageCommand),
+    /// Do the upkeep of all streams, once or until it is stopped, or see what came of it
+    Maintain(maintain::MaintainArgs),
     /// Create, list, show, alter, pause, run and drop schedules
     #[command(subcommand)]
     Schedule(schedule::ScheduleCommand),

@@ -83,6 +83,7 @@ mod dead;
 mod delayed;
 mod error;
 mod group;
+mod maintain;
 mod message;
 mod migrate;
 mod name;
@@ -113,6 +114,7 @@ pub use dead::Exception;
 pub use delayed::Delayed;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
+pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
 };
@@ -150,6 +152,8 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/maintenance.md")]
+    struct Maintenance;
     #[doc = include_str!("../../../docs/schedules.md")]
     struct Schedules;
 }

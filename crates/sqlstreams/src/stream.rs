@@ -113,6 +113,8 @@ pub struct StreamInfo {
     pub idempotency_window: Duration,
     /// Whether only the newest message of each key is kept for good; see [`StreamBuilder::compacted`].
     pub compacted: bool,
+    /// How long groups live that nobody consumes; see [`Stream::set_group_expiry`].
+    pub group_expiry: Option<Duration>,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -388,6 +390,22 @@ impl<T, C> Stream<T, C> {
         self.alter(None, Some(window)).await
     }
 
+    /// How long groups of the stream live that nobody consumes, 1 hour to 10 years; `None`, the default: for ever. Then [maintenance](crate::Maintenance) drops them, with
+    /// their dead letters. At three quarters of the time their status says so ([`GroupStatus::expires_at`](crate::GroupStatus::expires_at)), and table `audit`.
+    ///
+    /// Claims and settlements are signs of life, and so is a consumer of this crate that runs for a few seconds, whether there is anything to consume or not. Paused groups do not
+    /// expire. No group is dropped sooner than so long after this call.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a time out of range, or the database's.
+    pub async fn set_group_expiry(&self, after: Option<Duration>) -> Result<()> {
+        let client = &self.inner.client;
+        let query = &client.inner.queries.expire_groups_after;
+        let after = after.map(seconds);
+        client.query(query, &[&self.inner.id, &after], "change the stream").await?;
+        Ok(())
+    }
+
     async fn alter(&self, notify: Option<bool>, window: Option<Duration>) -> Result<()> {
         let client = &self.inner.client;
         let alter = &client.inner.queries.alter_stream;
@@ -471,6 +489,9 @@ impl StreamInfo {
             notify: row.get(7),
             idempotency_window: Duration::try_from_secs_f64(row.get(8)).unwrap_or_default(),
             compacted: row.get(9),
+            group_expiry: row
+                .get::<_, Option<f64>>(10)
+                .and_then(|after| Duration::try_from_secs_f64(after).ok()),
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 59] = [
+const COMMANDS: [&[&str]; 61] = [
     &[],
     &["demo"],
     &["up"],
@@ -42,6 +42,8 @@ const COMMANDS: [&[&str]; 59] = [
     &["message", "latest"],
     &["message", "current"],
     &["message", "remove"],
+    &["maintain"],
+    &["maintain", "status"],
     &["schedule"],
     &["schedule", "create"],
     &["schedule", "list"],

@@ -33,6 +33,7 @@ BEGIN
             USING ERRCODE = 'SQ005', HINT = 'Use it, or choose another name.';
     END IF;
     INSERT INTO stream_fence (stream_id, generation) VALUES (n, 0);
+    INSERT INTO stream_pace (stream_id, head, seen_at, rated_at) VALUES (n, 0, clock_timestamp(), clock_timestamp());
 
     -- The log. CACHE 1: with a larger cache a session would hold ids that it draws only later, and the fence could
     -- not tell them from ids that never come.
@@ -219,6 +220,10 @@ BEGIN
         tables := concat_ws(', ', tables, format('%I', name || p_stream));
     END LOOP;
     EXECUTE 'DROP TABLE ' || tables;
+    -- Partitions that were prepared and never attached.
+    FOR name IN SELECT relname FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) AND relname LIKE format('message\_log\_%s\_next\_%%', p_stream) AND relkind = 'r' LOOP
+        EXECUTE format('DROP TABLE %I', name);
+    END LOOP;
     PERFORM drop_stream_functions(p_stream);
     SELECT jsonb_agg(x.name ORDER BY x.name) INTO schedules FROM schedule AS x WHERE x.stream_id = p_stream;
     DELETE FROM stream WHERE id = p_stream;

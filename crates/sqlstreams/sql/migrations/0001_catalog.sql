@@ -16,7 +16,9 @@ CREATE TABLE stream (
     idempotency_window interval NOT NULL DEFAULT '24 hours' CHECK (idempotency_window BETWEEN '5 minutes' AND '365 days'),
     -- only the newest message of each key is kept for good: see functions/current.sql and compact.sql
     compacted      boolean NOT NULL DEFAULT false,
-    created_at     timestamptz NOT NULL DEFAULT now()
+    created_at     timestamptz NOT NULL DEFAULT now(),
+    -- groups that show no sign of life for so long are dropped; NULL: never. See functions/group_expiry.sql
+    group_expiry   interval CHECK (group_expiry BETWEEN '1 hour' AND '3650 days')
 );
 COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>.';
 
@@ -51,6 +53,20 @@ CREATE TABLE consumer_group (
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
+);
+
+CREATE INDEX consumer_group_of_stream ON consumer_group (stream_id, id);
+
+-- When a group was last seen alive, where groups of its stream expire: written when maintenance finds that it has moved, once an hour at most.
+CREATE TABLE group_watch (
+    group_id   bigint PRIMARY KEY REFERENCES consumer_group ON DELETE CASCADE,
+    -- its cursor, as it was then
+    mark       text,
+    changed_at timestamptz NOT NULL,
+    -- when one of its consumers said that it was there
+    seen_at    timestamptz,
+    -- since when it is said that it will expire
+    warned_at  timestamptz
 );
 
 -- How many messages a group has passed over, a row for each group that has, updated every few seconds at most while it does.
@@ -92,6 +108,69 @@ CREATE TABLE stream_fence (
     PRIMARY KEY (stream_id, generation)
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
         autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
+-- The partitions of each log, a row for every one that exists and is attached (or is leaving: retention). Written in the transaction that
+-- attaches, so whoever sees the row can insert. See functions/partition.sql.
+CREATE TABLE log_partition (
+    stream_id bigint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    -- the leaf is message_log_<stream_id>_p<number>
+    number    bigint NOT NULL CHECK (number >= 0),
+    -- the first and the last id that it takes, both included
+    from_id   bigint NOT NULL,
+    to_id     bigint NOT NULL CHECK (to_id > from_id),
+    made_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- when maintenance first saw that every id of it is final: to_id <= settled. Each of its messages was visible to everybody by then. NULL: not yet
+    sealed_at timestamptz,
+    -- attached, or a stage of leaving
+    state     text NOT NULL DEFAULT 'attached',
+    PRIMARY KEY (stream_id, number)
+);
+CREATE INDEX log_partition_unsealed ON log_partition (stream_id, number) WHERE sealed_at IS NULL;
+
+-- How fast ids of a stream are drawn. A row is written only while the stream moves: at most once a minute, and when the rate has risen by a quarter.
+CREATE TABLE stream_pace (
+    stream_id  bigint PRIMARY KEY REFERENCES stream ON DELETE CASCADE,
+    -- where the sequence was, and when: the rate is measured from there
+    head       bigint NOT NULL,
+    seen_at    timestamptz NOT NULL,
+    -- the highest rate, in ids per second, measured over at least 5 s; it counts for half after a day: stream_rate()
+    rate       double precision NOT NULL DEFAULT 0,
+    rated_at   timestamptz NOT NULL
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
+-- Who does the upkeep: the newest generation counts. Rotated like the cursor. See functions/maintain.sql.
+CREATE TABLE maintenance (
+    generation bigint PRIMARY KEY,
+    updates    int NOT NULL DEFAULT 0,
+    -- NULL: it was given back
+    holder     uuid,
+    -- what it says of itself, for people
+    name       text,
+    since      timestamptz,
+    -- from then on anybody may take it
+    until      timestamptz
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
+INSERT INTO maintenance (generation) VALUES (0);
+
+-- What the steps of the upkeep did. A row appears when a step has done something or has failed. stream_id NULL: of the whole installation.
+CREATE TABLE maintenance_step (
+    step         text COLLATE "C" NOT NULL,
+    stream_id    bigint REFERENCES stream ON DELETE CASCADE,
+    started_at   timestamptz NOT NULL,
+    duration     interval NOT NULL,
+    runs         bigint NOT NULL DEFAULT 0,
+    failures     bigint NOT NULL DEFAULT 0,
+    -- failures since it last worked: it is put off by 1 s, 2 s, 4 s … up to 5 minutes
+    failing      int NOT NULL DEFAULT 0,
+    last_error   text,
+    failed_at    timestamptz,
+    -- not before; NULL: whenever there is something to do
+    next_due     timestamptz,
+    -- what the step wants to know the next time
+    memory       jsonb NOT NULL DEFAULT '{}',
+    UNIQUE NULLS NOT DISTINCT (step, stream_id)
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
 
 -- Consumer processes that can be seen to have died: each holds a shared advisory lock on its number. See functions/owner.sql.
 CREATE SEQUENCE consumer_owner MINVALUE 1 MAXVALUE 2147483647 CYCLE CACHE 1;
@@ -179,6 +258,12 @@ CREATE TABLE schedule_run (
 
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
 
+-- A stream as maintenance looks at it: where its sequence is.
+CREATE TYPE stream_head AS (
+    stream_id      bigint,
+    head           bigint,
+    partition_size bigint
+);
 -- Lanes of an ordered or fair group that were read up to the same position, as bits; and a consumer that waits for lanes.
 CREATE TYPE lane_cohort AS (
     lanes    bigint,

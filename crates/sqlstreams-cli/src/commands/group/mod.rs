@@ -80,6 +80,7 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "expired": group.expired,
         "superseded": group.superseded,
         "paused": group.paused,
+        "expires_at": group.expires_at.map(time),
         "max_in_flight": group.max_in_flight,
         "rate_limit": group.rate_limit,
         "mode": group.mode.as_str(),
@@ -95,9 +96,10 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
 /// What holds the group back, in a few words.
 fn limits(group: &GroupStatus) -> String {
     let paused = group.paused.then(|| "paused".to_owned());
+    let expires = group.expires_at.map(|at| format!("expires {}", short_time(at)));
     let in_flight = group.max_in_flight.map(|most| format!("{} in flight", thousands(most)));
     let rate = group.rate_limit.map(|rate| format!("{rate}/s"));
-    [paused, in_flight, rate].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    [paused, in_flight, rate, expires].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {

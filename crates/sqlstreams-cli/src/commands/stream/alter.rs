@@ -19,8 +19,12 @@ Waits up to 3 s for transactions that write to the stream.
 --idempotency-window says how long the stream remembers the idempotency keys of its messages: 5m to
 365d. Keys that were forgotten under a shorter window stay so.
 
+--expire-groups-after says after how long groups are dropped that nobody consumes, 1h to 3650d, or
+never, as it is at first. `group show` warns at three quarters of that. It is counted from now on.
+
 Examples:
   sqlstreams stream alter orders --notify on
+  sqlstreams stream alter orders --expire-groups-after 30d
   sqlstreams stream alter orders --idempotency-window 7d";
 
 #[derive(Debug, Args)]
@@ -36,6 +40,20 @@ pub(crate) struct AlterArgs {
     /// How long to remember idempotency keys
     #[arg(long, value_name = "DURATION", group = "setting", value_parser = values::duration)]
     idempotency_window: Option<Duration>,
+    /// Drop groups that nobody has consumed for so long; `never` keeps them
+    #[arg(long, value_name = "DURATION|never", group = "setting", value_parser = duration_or_never)]
+    expire_groups_after: Option<Expiry>,
+}
+
+/// How long a group lives without a consumer; `None`: for ever.
+#[derive(Debug, Clone, Copy)]
+struct Expiry(Option<Duration>);
+
+fn duration_or_never(text: &str) -> Result<Expiry, String> {
+    match text {
+        "never" => Ok(Expiry(None)),
+        text => values::duration(text).map(|after| Expiry(Some(after))),
+    }
 }
 
 pub(crate) async fn run(args: AlterArgs, context: &Context) -> anyhow::Result<()> {
@@ -43,6 +61,9 @@ pub(crate) async fn run(args: AlterArgs, context: &Context) -> anyhow::Result<()
     // The one that may be out of range first.
     if let Some(window) = args.idempotency_window {
         stream.set_idempotency_window(window).await?;
+    }
+    if let Some(Expiry(after)) = args.expire_groups_after {
+        stream.set_group_expiry(after).await?;
     }
     if let Some(notify) = args.notify {
         stream.set_notify(notify).await?;
@@ -53,6 +74,15 @@ pub(crate) async fn run(args: AlterArgs, context: &Context) -> anyhow::Result<()
     if let Some(window) = args.idempotency_window {
         let window = span(window);
         print(format_args!("stream {:?} remembers idempotency keys for {window}", stream.name()))?;
+    }
+    if let Some(Expiry(after)) = args.expire_groups_after {
+        let name = stream.name();
+        match after.map(span) {
+            Some(after) => print(format_args!(
+                "groups of stream {name:?} are dropped when nobody has consumed them for {after}"
+            ))?,
+            None => print(format_args!("groups of stream {name:?} do not expire"))?,
+        }
     }
     if let Some(notify) = args.notify {
         let does = if notify { "wake" } else { "do not wake" };

@@ -35,7 +35,7 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         return print_json(&document);
     }
     print(format_args!(
-        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  idempotency keys are remembered for {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
+        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  idempotency keys are remembered for {}\n  groups expire {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
         printable(&info.name, 200),
         info.payload_type,
         thousands(info.head),
@@ -43,6 +43,10 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         on_or_off(info.notify),
         if info.compacted { "yes" } else { "no" },
         span(info.idempotency_window),
+        info.group_expiry.map_or_else(
+            || "never".to_owned(),
+            |after| format!("{} after the last sign of life", span(after))
+        ),
         short_time(info.created_at),
         info.id,
         thousands(info.partition_size),
