@@ -134,7 +134,7 @@ DECLARE
     started timestamptz;
     name    text;
 BEGIN
-    FOREACH name IN ARRAY ARRAY['partitions', 'seal', 'keys', 'groups', 'compact', 'reclaim'] LOOP
+    FOREACH name IN ARRAY ARRAY['partitions', 'schedules', 'seal', 'keys', 'groups', 'compact', 'reclaim'] LOOP
         started := clock_timestamp();
         BEGIN
             RETURN QUERY EXECUTE format(

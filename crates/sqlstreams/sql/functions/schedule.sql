@@ -59,6 +59,7 @@ BEGIN
     t.due_at := CASE WHEN NOT s.paused THEN coalesce(p_next, clock_timestamp()) END;
     t.failures := 0;
     PERFORM next_turn(t);
+    -- Whoever does the maintenance sleeps until what was known to be next.
     PERFORM ring(ARRAY[0]::bigint[]);
 END $$;
 
@@ -325,6 +326,20 @@ BEGIN
         RETURN QUERY SELECT now, x.due_at - now, x.id, x.turn, x.stream_id, x.name, x.cron, x.at, x.zone, x.missed, x.grace, x.catch_up, x.since, x.done_until;
         EXIT WHEN x.due_at > now;
     END LOOP;
+END $$;
+
+-- The step of the maintenance: until when there is nothing to do (maintain.sql). It looks from where the step, which says that in its memory, has left off; if that
+-- is long ago, at all of them.
+CREATE OR REPLACE FUNCTION schedules_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
+DECLARE
+    now    timestamptz := clock_timestamp();
+    bound  timestamptz := (SELECT (memory->>'from')::timestamptz FROM maintenance_step WHERE step = 'schedules' AND maintenance_step.stream_id IS NULL);
+BEGIN
+    IF bound IS NULL OR bound NOT BETWEEN now - interval '1 minute' AND now THEN
+        bound := '-infinity';
+    END IF;
+    RETURN QUERY SELECT NULL::bigint, t.due_at - now FROM schedule_turn AS t WHERE t.due_at >= bound ORDER BY t.due_at LIMIT 1;
 END $$;
 
 -- Produces the messages of a schedule for p_times, which are some of its times after done_until and up to p_until, in their order, of which the first p_late are
