@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 pub(crate) use self::duty::Duty;
-use self::maintainer::{Maintainer, OnStep, Pass};
+use self::maintainer::{Again, Maintainer, OnStep, Pass};
 pub use self::status::{MaintenanceStatus, StepFailure, StepStatus};
 use crate::client::Client;
 use crate::error::{Error, ErrorKind, Result};
@@ -134,9 +134,9 @@ impl Maintenance {
         for _ in 0..PASSES {
             match maintainer.pass().await? {
                 Pass::Elsewhere(_) => return Ok(Maintained { held: false, steps }),
-                Pass::Done { ran, more, .. } => {
+                Pass::Done { ran, again, .. } => {
                     steps += ran;
-                    if !more {
+                    if again == Again::No {
                         break;
                     }
                 }

@@ -54,8 +54,10 @@ pub(super) enum Step {
 /// What a step did, if it did not fail.
 #[derive(Debug, Default)]
 pub(super) struct Done {
-    /// There is more to do at once.
+    /// There is more to do.
     pub(super) more: bool,
+    /// At once.
+    pub(super) urgent: bool,
     /// Not to be done again before.
     pub(super) next: Option<Duration>,
     /// What it wants to know the next time; `None`: as it was.
@@ -114,7 +116,7 @@ async fn partitions(client: &Client, stream: i64) -> Result<Done> {
     let row = one(client, BEGIN, query, &[&stream], "make partitions").await?;
     match row.get::<_, Option<String>>(2) {
         Some(trouble) => Err(Error::new(ErrorKind::Database, trouble)),
-        None => Ok(Done { more: row.get(1), ..Done::default() }),
+        None => Ok(Done { more: row.get(0), urgent: row.get(1), ..Done::default() }),
     }
 }
 
@@ -189,7 +191,7 @@ async fn compact(client: &Client, stream: i64) -> Result<Done> {
     let number = |memory: &Map<String, Value>, name: &str| {
         memory.get(name).and_then(Value::as_i64).unwrap_or_default()
     };
-    let mut add = |memory: &mut Map<String, Value>, name: &str, count: i64| {
+    let add = |memory: &mut Map<String, Value>, name: &str, count: i64| {
         let sum = number(memory, name).saturating_add(count);
         memory.insert(name.to_owned(), sum.into());
     };

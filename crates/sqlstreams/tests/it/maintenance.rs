@@ -93,7 +93,7 @@ async fn a_lease_in_a_future_that_never_comes_does_not_last() {
     client.maintenance().once().await.unwrap();
     assert!(client.maintenance().once().await.unwrap().held);
     // The row is replaced now and then: a snapshot that somebody holds keeps all versions of it.
-    let sql = "SELECT count(*) FILTER (WHERE held) FROM generate_series(1, 500), LATERAL sqlstreams.hold_maintenance('00000000-0000-0000-0000-000000000001')";
+    let sql = "SELECT count(*) FILTER (WHERE held) FROM generate_series(1, 500) AS n, LATERAL sqlstreams.hold_maintenance('00000000-0000-0000-0000-000000000001', n::text)";
     assert_eq!(count(&db, sql).await, 500);
     let sql = "SELECT max(generation) FROM sqlstreams.maintenance";
     assert!(count(&db, sql).await >= 2);
@@ -112,11 +112,14 @@ async fn a_stream_that_fails_does_not_keep_others_from_what_they_need() {
             let sql = format!("SELECT setval('sqlstreams.message_log_{stream}_id_seq', {upto})");
             db.query(&sql, &[]).await.unwrap();
         }
+        // Not as if they had been drawn in a moment.
+        let sql = format!("UPDATE sqlstreams.stream_pace SET head = {upto}");
+        db.batch_execute(&sql).await.unwrap();
     };
     draw(2_500).await;
     // One is broken, and of another not even the head can be read.
     let locked = connect(&url).await;
-    let sql = "BEGIN; ALTER SEQUENCE sqlstreams.message_log_2_id_seq MINVALUE 0";
+    let sql = "BEGIN; ALTER SEQUENCE sqlstreams.message_log_2_id_seq RENAME TO other";
     locked.batch_execute(sql).await.unwrap();
     let sql = "ALTER TABLE sqlstreams.message_log_1 RENAME TO elsewhere";
     db.batch_execute(sql).await.unwrap();
@@ -134,10 +137,13 @@ async fn a_stream_that_fails_does_not_keep_others_from_what_they_need() {
 
     // It is put off for longer and longer.
     let off = "SELECT round(extract(epoch FROM next_due - failed_at))::bigint FROM sqlstreams.maintenance_step WHERE stream_id = 1 AND step = 'partitions'";
-    for expected in [2, 4, 8] {
+    let mut last = 0;
+    for _ in 0..3 {
         put_off_nothing(&db).await;
         client.maintenance().once().await.unwrap();
-        assert_eq!(count(&db, off).await, expected);
+        let now = count(&db, off).await;
+        assert!(now >= last * 2 && now >= 1, "{now} s after {last} s");
+        last = now;
     }
     let runs = "SELECT sum(runs)::bigint FROM sqlstreams.maintenance_step WHERE stream_id = 1 AND step = 'partitions'";
     let before = count(&db, runs).await;
@@ -164,6 +170,7 @@ async fn a_step_that_fails_does_not_keep_others_from_being_done() {
     client.stream::<u64>("s").partition_size(1_000).create().await.unwrap();
     db.batch_execute(
         "SELECT setval('sqlstreams.message_log_1_id_seq', 2500);
+         UPDATE sqlstreams.stream_pace SET head = 2500;
          DROP FUNCTION sqlstreams.seal_due(sqlstreams.stream_head[])",
     )
     .await
@@ -231,7 +238,7 @@ async fn consumers_do_it_unless_told_not_to() {
 
     let consumer = consume(Client::connect(&proxy.url).await.unwrap()).await;
     db.query("SELECT setval('sqlstreams.message_log_1_id_seq', 2500)", &[]).await.unwrap();
-    eventually(async || partitions(&db, 1).await == 6).await;
+    eventually(async || partitions(&db, 1).await >= 6).await;
     assert!(owner.maintenance().status().await.unwrap().holder.is_some());
     consumer.stop().await;
     assert_eq!(owner.maintenance().status().await.unwrap().holder, None, "it was given back");
@@ -249,7 +256,7 @@ async fn a_role_that_may_not_is_content() {
         "CREATE ROLE consumes LOGIN PASSWORD '{password}';
          GRANT USAGE ON SCHEMA sqlstreams TO consumes;
          GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA sqlstreams TO consumes;
-         GRANT USAGE ON ALL SEQUENCES IN SCHEMA sqlstreams TO consumes"
+         GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA sqlstreams TO consumes"
     ))
     .await
     .unwrap();

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use sqlstreams::GroupStatus;
 
 use crate::context::Context;
-use crate::output::{printable, table, thousands};
+use crate::output::{printable, short_time, table, thousands, time};
 
 /// What the columns mean, for the help of those that show them.
 macro_rules! columns {
