@@ -336,7 +336,7 @@ DECLARE
     now    timestamptz := clock_timestamp();
     bound  timestamptz := (SELECT (memory->>'from')::timestamptz FROM maintenance_step WHERE step = 'schedules' AND maintenance_step.stream_id IS NULL);
 BEGIN
-    IF bound IS NULL OR bound NOT BETWEEN now - interval '1 minute' AND now THEN
+    IF bound IS NULL OR bound NOT BETWEEN now - interval '10 seconds' AND now THEN
         bound := '-infinity';
     END IF;
     RETURN QUERY SELECT NULL::bigint, t.due_at - now FROM schedule_turn AS t WHERE t.due_at >= bound ORDER BY t.due_at LIMIT 1;

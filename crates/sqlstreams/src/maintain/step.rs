@@ -67,8 +67,15 @@ pub(super) struct Done {
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 7] =
-        [Self::Partitions, Self::Schedules, Self::Seal, Self::Keys, Self::Groups, Self::Compact, Self::Reclaim];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Partitions,
+        Self::Schedules,
+        Self::Seal,
+        Self::Keys,
+        Self::Groups,
+        Self::Compact,
+        Self::Reclaim,
+    ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
@@ -124,8 +131,8 @@ async fn schedules(client: &Client) -> Result<Done> {
     let fired = schedule::fire_due(client).await?;
     let from = client.inner.schedules.text().map(Value::String);
     let memory = Map::from_iter([("from".to_owned(), from.unwrap_or_default())]);
-    let more = fired.next == Some(Duration::ZERO);
-    Ok(Done { more, memory: Some(memory), wake: fired.next, ..Done::default() })
+    let urgent = fired.next == Some(Duration::ZERO);
+    Ok(Done { urgent, memory: Some(memory), wake: fired.next, ..Done::default() })
 }
 
 async fn seal(client: &Client, stream: i64) -> Result<Done> {

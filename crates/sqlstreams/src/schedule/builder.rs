@@ -177,6 +177,7 @@ impl ScheduleBuilder {
         ];
         let alter = &self.client.inner.queries.alter_schedule;
         self.client.query(alter, &params, "change the schedule").await?;
+        self.client.inner.watcher.rang(0);
         Ok(Schedule::new(self.client, self.name))
     }
 
@@ -217,6 +218,7 @@ impl ScheduleBuilder {
         ];
         let create = &self.client.inner.queries.create_schedule;
         self.client.query(create, &params, "create the schedule").await?;
+        self.client.inner.watcher.rang(0);
         Ok(Schedule::new(self.client, self.name))
     }
 }

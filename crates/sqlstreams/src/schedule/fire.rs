@@ -61,6 +61,11 @@ impl Bound {
         *bound = looked_at.checked_sub(MARGIN).map(|looked_at| (looked_at, since));
     }
 
+    /// For the look of the maintenance, as SQL reads it.
+    pub(crate) fn text(&self) -> Option<String> {
+        Timestamp::try_from(self.get()?).ok().map(|bound| bound.to_string())
+    }
+
     fn forget(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }

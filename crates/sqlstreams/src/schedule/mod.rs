@@ -141,7 +141,9 @@ impl Schedule {
         let next = self.info().await?.timetable().ok().and_then(|table| table.next_after(from));
         let resume = &self.client.inner.queries.resume_schedule;
         let doing = "resume the schedule";
-        Ok(self.client.query_one(resume, &[&self.name, &from, &next], doing).await?.get(0))
+        let row = self.client.query_one(resume, &[&self.name, &from, &next], doing).await?;
+        self.client.inner.watcher.rang(0);
+        Ok(row.get(0))
     }
 
     /// Produces its message now, also when it is paused or over; its times stay as they are. Returns the message's id.

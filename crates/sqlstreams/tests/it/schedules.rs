@@ -764,3 +764,70 @@ async fn looks_read_no_more_than_before() {
     let sql = "SELECT count(*) FROM sqlstreams.schedule_run WHERE schedule_id = 1";
     assert_eq!(count(&db, sql).await, 100);
 }
+
+/// Whoever consumes does the maintenance, and hears of schedules that others make.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_consumes_fires() {
+    let url = database().await;
+    let (client, db) = client_at(&url).await;
+    let stream = stream(&client).await;
+    let group = stream.group("g").create().await.unwrap();
+    let mut consumer = crate::running::Running::start(&group);
+    let holder = "SELECT count(*) FROM sqlstreams.maintenance WHERE holder IS NOT NULL";
+    eventually(async || count(&db, holder).await == 1).await;
+    let other = Client::connect(&url).await.unwrap();
+    let jobs = other.stream::<u64>("jobs").open().await.unwrap();
+    let builder = other.schedule("s").cron("* * * * * *").produce(&jobs, Outgoing::new(&7));
+    let schedule = builder.create().await.unwrap();
+    for _ in 0..6 {
+        let limit = Duration::from_secs(30);
+        assert_eq!(tokio::time::timeout(limit, consumer.handled.recv()).await.unwrap(), Some(7));
+    }
+    consumer.stop().await;
+    let fired = fired(&db, "s").await;
+    let (first, last) = (*fired.keys().next().unwrap(), *fired.keys().last().unwrap());
+    assert_eq!(fired.len() as i64, last - first + 1, "{fired:?}");
+    let mut late: Vec<Duration> = Vec::new();
+    for run in schedule.history(None, 100).await.unwrap() {
+        assert_eq!(run.kind, RunKind::Due);
+        late.push(run.at.duration_since(run.fire_time).unwrap());
+    }
+    late.sort();
+    println!("late by {late:?}");
+    let failing = "SELECT count(*) FROM sqlstreams.maintenance_step WHERE step = 'schedules' AND failures = 0 AND runs >= 3";
+    assert_eq!(count(&db, failing).await, 1);
+}
+
+/// Without a consumer, and without being told of what others change: by looking.
+#[tokio::test(flavor = "multi_thread")]
+async fn maintenance_alone_fires_also_while_another_step_takes_long() {
+    let url = database().await;
+    let (client, db) = client_at(&url).await;
+    let stream = stream(&client).await;
+    let stop = sqlstreams::CancellationToken::new();
+    let alone = Client::connect(&url).await.unwrap();
+    let running = tokio::spawn(alone.maintenance().stop_on(stop.clone()).run());
+    let builder = client.schedule("s").cron("* * * * * *").produce(&stream, Outgoing::new(&7));
+    builder.create().await.unwrap();
+    eventually(async || count(&db, LOG).await >= 2).await;
+    // A step that hangs: the look for keys that have outlived their time is made to wait.
+    db.batch_execute(
+        "CREATE TABLE gate (); INSERT INTO gate DEFAULT VALUES;
+         CREATE OR REPLACE FUNCTION sqlstreams.keys_due(p_heads sqlstreams.stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval) LANGUAGE sql AS $$ SELECT 1::bigint, interval '0' $$;
+         CREATE OR REPLACE FUNCTION sqlstreams.expire_idempotency_keys(p_stream bigint, p_from timestamptz DEFAULT '-infinity', p_limit bigint DEFAULT 10000) RETURNS TABLE (removed bigint, upto timestamptz)
+         LANGUAGE plpgsql AS $$ BEGIN WHILE EXISTS (SELECT FROM public.gate) LOOP PERFORM pg_sleep(0.02); END LOOP; RETURN QUERY SELECT 0::bigint, clock_timestamp(); END $$",
+    )
+    .await
+    .unwrap();
+    let stuck = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'PgSleep' AND datname = current_database()";
+    eventually(async || count(&db, stuck).await == 1).await;
+    let before = count(&db, LOG).await;
+    eventually(async || count(&db, LOG).await >= before + 3).await;
+    assert_eq!(count(&db, stuck).await, 1);
+    db.batch_execute("DELETE FROM gate").await.unwrap();
+    stop.cancel();
+    running.await.unwrap().unwrap();
+    assert!(fired(&db, "s").await.values().all(|count| *count == 1));
+    let once = client.maintenance().once().await.unwrap();
+    assert!(once.held);
+}
