@@ -10,7 +10,7 @@ use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
 use crate::commands::{
-    consume, dead, delayed, down, group, maintain, message, migrate, produce, stream, up,
+    consume, dead, delayed, down, group, maintain, message, migrate, produce, schedule, stream, up,
 };
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
@@ -32,7 +32,7 @@ Exit codes:
   0    done
   1    failed
   2    the command line or the configuration makes no sense
-  3    a stream, group or dead letter that was named does not exist
+  3    a stream, group, schedule or dead letter that was named does not exist
   4    the database cannot be reached or used: read-only, too old, no privilege, schema missing
   130  cut short by Ctrl-C (143: by SIGTERM)";
 
@@ -102,6 +102,9 @@ pub(crate) enum Command {
     Message(message::MessageCommand),
     /// Do the upkeep of all streams, once or until it is stopped, or see what came of it
     Maintain(maintain::MaintainArgs),
+    /// Create, list, show, alter, pause, run and drop schedules
+    #[command(subcommand)]
+    Schedule(schedule::ScheduleCommand),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),

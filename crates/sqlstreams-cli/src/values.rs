@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
-use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
+use sqlstreams::{Binding, Headers, Missed, Mode, PayloadType, Start};
 
 use crate::{calendar, span};
 
@@ -115,6 +115,11 @@ pub(crate) fn payload_type(text: &str) -> Result<PayloadType, String> {
 /// `parallel`, `ordered` or `fair`.
 pub(crate) fn mode(text: &str) -> Result<Mode, String> {
     text.parse().map_err(|_| "choose parallel, ordered or fair".to_owned())
+}
+
+/// `skip`, `once` or `all`.
+pub(crate) fn missed(text: &str) -> Result<Missed, String> {
+    text.parse().map_err(|_| "choose skip, once or all".to_owned())
 }
 
 /// A number of things, at least one.

@@ -18,6 +18,7 @@ use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
 use crate::pool::{Pool, Pooled};
 use crate::queries::{Queries, Query};
+use crate::schedule;
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
 use crate::wake::{Bell, Watcher};
@@ -47,6 +48,7 @@ pub(crate) struct Inner {
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
     pub(crate) duty: Duty,
+    pub(crate) schedules: schedule::Bound,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -332,6 +334,7 @@ impl ClientBuilder {
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
                 duty: Duty::new(self.maintenance),
+                schedules: schedule::Bound::default(),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

@@ -35,10 +35,14 @@ pub enum ErrorKind {
     UnknownStream,
     /// The stream has no consumer group of that name.
     UnknownGroup,
+    /// No schedule has that name.
+    UnknownSchedule,
     /// A stream of that name exists already.
     StreamExists,
     /// The stream has a consumer group of that name already.
     GroupExists,
+    /// A schedule of that name exists already.
+    ScheduleExists,
     /// The group's mode was changed.
     WrongMode,
     /// The current value of a key is another than expected; see [`Error::latest_id`].
@@ -79,8 +83,10 @@ impl ErrorKind {
             Self::SchemaMismatch => "schema_mismatch",
             Self::UnknownStream => "unknown_stream",
             Self::UnknownGroup => "unknown_group",
+            Self::UnknownSchedule => "unknown_schedule",
             Self::StreamExists => "stream_exists",
             Self::GroupExists => "group_exists",
+            Self::ScheduleExists => "schedule_exists",
             Self::WrongMode => "wrong_mode",
             Self::Conflict => "conflict",
             Self::GroupBusy => "group_busy",
@@ -265,6 +271,8 @@ impl Error {
             "SQ015" => ErrorKind::Conflict,
             "SQ014" => ErrorKind::GroupBusy,
             "SQ020" => ErrorKind::InvalidBinding,
+            "SQ030" => ErrorKind::UnknownSchedule,
+            "SQ031" => ErrorKind::ScheduleExists,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

@@ -95,6 +95,7 @@ mod produce;
 mod queries;
 mod reason;
 mod reclaim;
+mod schedule;
 mod schema;
 mod stream;
 #[cfg(test)]
@@ -125,6 +126,10 @@ pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
 pub use reclaim::{Left, Reclaimed};
+pub use schedule::{
+    Fired, Missed, RunKind, Schedule, ScheduleBuilder, ScheduleInfo, ScheduleRun, ScheduleState,
+    Timetable,
+};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;
 
@@ -149,4 +154,6 @@ mod pages {
     struct Fairness;
     #[doc = include_str!("../../../docs/maintenance.md")]
     struct Maintenance;
+    #[doc = include_str!("../../../docs/schedules.md")]
+    struct Schedules;
 }

@@ -111,6 +111,18 @@ queries! {
         expire_groups_after: [INT8, FLOAT8],
         maintenance_steps: [],
         maintenance_failures: [INT8],
+        server_time: [],
+        create_schedule: [TEXT, TEXT, TEXT, TEXT, TIMESTAMPTZ, TEXT, TEXT, FLOAT8, INT8, TEXT, TEXT, TEXT, FLOAT8, BOOL, TIMESTAMPTZ, TIMESTAMPTZ],
+        alter_schedule: [TEXT, TEXT, TIMESTAMPTZ, TEXT, TEXT, FLOAT8, INT8, TEXT, TEXT, TEXT, TEXT, FLOAT8, BOOL, TIMESTAMPTZ, TIMESTAMPTZ],
+        pause_schedule: [TEXT],
+        resume_schedule: [TEXT, TIMESTAMPTZ, TIMESTAMPTZ],
+        drop_schedule: [TEXT],
+        run_schedule: [TEXT],
+        list_schedules: [TEXT, TEXT, INT8],
+        list_schedule_runs: [TEXT, INT8, INT8],
+        due_schedules: [TIMESTAMPTZ, INT8],
+        fire_schedule: [INT8, INT8, TIMESTAMPTZ_ARRAY, INT4, INT8, TIMESTAMPTZ, TIMESTAMPTZ, TIMESTAMPTZ],
+        fail_schedule: [INT8, INT8, TEXT],
     }
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod maintain;
 pub(crate) mod message;
 pub(crate) mod migrate;
 pub(crate) mod produce;
+pub(crate) mod schedule;
 pub(crate) mod stream;
 pub(crate) mod up;
 
@@ -37,6 +38,7 @@ pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<E
         Command::Delayed(command) => delayed::run(command, context).await?,
         Command::Message(command) => message::run(command, context).await?,
         Command::Maintain(args) => maintain::run(args, context).await?,
+        Command::Schedule(command) => schedule::run(command, context).await?,
         Command::Bench(command) => return bench::run(command, context).await,
     }
     Ok(ExitCode::SUCCESS)

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 50] = [
+const COMMANDS: [&[&str]; 61] = [
     &[],
     &["demo"],
     &["up"],
@@ -44,6 +44,17 @@ const COMMANDS: [&[&str]; 50] = [
     &["message", "remove"],
     &["maintain"],
     &["maintain", "status"],
+    &["schedule"],
+    &["schedule", "create"],
+    &["schedule", "list"],
+    &["schedule", "show"],
+    &["schedule", "alter"],
+    &["schedule", "next"],
+    &["schedule", "run"],
+    &["schedule", "pause"],
+    &["schedule", "resume"],
+    &["schedule", "history"],
+    &["schedule", "drop"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
@@ -64,7 +75,13 @@ fn every_command_has_help() {
         assert!(text.contains("Usage: sqlstreams"), "{text}");
         let is_leaf = !matches!(
             command,
-            [] | ["demo"] | ["stream"] | ["group"] | ["delayed"] | ["message"] | ["bench"]
+            [] | ["demo"]
+                | ["stream"]
+                | ["group"]
+                | ["delayed"]
+                | ["message"]
+                | ["schedule"]
+                | ["bench"]
         );
         assert!(!is_leaf || text.contains("Examples:"), "{command:?} has no examples");
     }

@@ -154,11 +154,7 @@ BEGIN
         RAISE EXCEPTION 'an idempotency key takes 1 to 1024 bytes, this one has %', octet_length(p_idempotency_key)
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
     END IF;
-    PERFORM require_that(p_payload IS NOT NULL OR s.compacted, format('a message of stream %I has a payload', s.name), 'Only in a compacted stream NULL removes a key.');
-    PERFORM require_that(p_key IS NOT NULL OR NOT s.compacted, format('a message of compacted stream %I has a key', s.name), 'Say which value it is.');
-    PERFORM require_that(coalesce(octet_length(p_key), 0) <= 1024, format('a key takes at most 1024 bytes, this one has %s', octet_length(p_key)), 'Choose a shorter one.');
-    PERFORM require_that(coalesce(octet_length(p_routing_key), 0) <= 255, format('a routing key takes at most 255 bytes, this one has %s', octet_length(p_routing_key)), 'Choose a shorter one.');
-    PERFORM require_that(coalesce(jsonb_typeof(p_headers), 'object') = 'object', format('headers are a JSON object, not %s', jsonb_typeof(p_headers)), 'Write {"name": "value"}.');
+    PERFORM require_message(s, p_payload, p_key, p_routing_key, p_headers);
     PERFORM require_that(p_delay IS NULL OR p_deliver_at IS NULL, 'a message is due after a delay or at a time, not both', 'Give one of p_delay and p_deliver_at.');
     PERFORM require_that(p_expires_in IS NULL OR p_expires_at IS NULL, 'a message expires after a time or at a time, not both', 'Give one of p_expires_in and p_expires_at.');
     PERFORM require_that(coalesce(p_delay, '0') BETWEEN '0' AND '200000 years' AND coalesce(p_expires_in, '0') BETWEEN '0' AND '200000 years',

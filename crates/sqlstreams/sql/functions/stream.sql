@@ -203,13 +203,14 @@ BEGIN
     END IF;
 END $$;
 
--- Drops the stream with every message, cursor and exception it has.
+-- Drops the stream with every message, cursor and exception it has, and its schedules.
 CREATE OR REPLACE FUNCTION drop_stream(p_stream bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    s      stream := require_stream(p_stream);
-    name   text;
-    tables text;
+    s         stream := require_stream(p_stream);
+    name      text;
+    tables    text;
+    schedules jsonb;
 BEGIN
     PERFORM hold_migrations_up();
     -- In the order in which partitions are made, and in which consumers and producers lock.
@@ -224,6 +225,7 @@ BEGIN
         EXECUTE format('DROP TABLE %I', name);
     END LOOP;
     PERFORM drop_stream_functions(p_stream);
+    SELECT jsonb_agg(x.name ORDER BY x.name) INTO schedules FROM schedule AS x WHERE x.stream_id = p_stream;
     DELETE FROM stream WHERE id = p_stream;
-    INSERT INTO audit (action, stream_name) VALUES ('drop_stream', s.name);
+    INSERT INTO audit (action, stream_name, detail) VALUES ('drop_stream', s.name, jsonb_strip_nulls(jsonb_build_object('schedules', schedules)));
 END $$;

@@ -186,6 +186,76 @@ CREATE TABLE audit (
     detail      jsonb NOT NULL DEFAULT '{}'
 );
 
+-- Schedules: messages that are produced at certain times. What changes with each of its times is in schedule_turn. See functions/schedule.sql.
+CREATE TABLE schedule (
+    id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name        text COLLATE "C" NOT NULL UNIQUE CHECK (octet_length(name) BETWEEN 1 AND 200),
+    stream_id   bigint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    -- when: a cron expression, or one time
+    cron        text CHECK (octet_length(cron) <= 1000),
+    at          timestamptz CHECK (isfinite(at)),
+    -- the IANA name of the time zone whose clocks the expression is about
+    zone        text NOT NULL DEFAULT 'UTC' CHECK (octet_length(zone) <= 200),
+    -- what becomes of times at which nobody was there: none, the latest, or each of them is made up for
+    missed      text NOT NULL DEFAULT 'once' CHECK (missed IN ('skip', 'once', 'all')),
+    -- later than this it counts as missed
+    grace       interval NOT NULL DEFAULT '1 minute' CHECK (grace BETWEEN '1 second' AND '1 day'),
+    -- with 'all': so many at most, the latest
+    catch_up    int NOT NULL DEFAULT 100 CHECK (catch_up BETWEEN 1 AND 1000),
+    -- the message; the payload in its text form
+    key         text COLLATE "C" CHECK (octet_length(key) <= 1024),
+    routing_key text COLLATE "C" CHECK (octet_length(routing_key) <= 255),
+    headers     jsonb CHECK (jsonb_typeof(headers) = 'object'),
+    expires_in  interval CHECK (expires_in > '0'),
+    payload     text,
+    paused      boolean NOT NULL DEFAULT false,
+    -- its times are those after this; what @every counts from
+    since       timestamptz NOT NULL,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK ((cron IS NULL) <> (at IS NULL))
+);
+CREATE INDEX schedule_of_stream ON schedule (stream_id);
+
+-- Where a schedule stands. Each change is a row with the next turn instead of the old one, so that readers, who look for the newest, or from
+-- the latest due_at on, never meet rows that are dead and cannot be removed yet.
+CREATE TABLE schedule_turn (
+    schedule_id bigint NOT NULL REFERENCES schedule ON DELETE CASCADE,
+    turn        bigint NOT NULL,
+    -- times up to here are done with
+    done_until  timestamptz NOT NULL,
+    -- the next time; NULL: there is none, or it is yet to be computed
+    fire_at     timestamptz,
+    -- when it is to be looked at; NULL: not at all, it is paused, or nothing comes any more
+    due_at      timestamptz,
+    -- how many rows of schedule_run it has had
+    runs        bigint NOT NULL DEFAULT 0,
+    -- how many messages were produced, and for how many times none was
+    produced    bigint NOT NULL DEFAULT 0,
+    missed      bigint NOT NULL DEFAULT 0,
+    -- since the last success
+    failures    int NOT NULL DEFAULT 0,
+    last_error  text,
+    failed_at   timestamptz,
+    PRIMARY KEY (schedule_id, turn)
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
+        autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+CREATE INDEX schedule_due ON schedule_turn (due_at) WHERE due_at IS NOT NULL;
+
+-- What a schedule did, the latest 100 of each.
+CREATE TABLE schedule_run (
+    schedule_id bigint NOT NULL REFERENCES schedule ON DELETE CASCADE,
+    number      bigint NOT NULL,
+    -- due: in time; caught_up: later; skipped: not at all, with those before it; manual: when somebody asked for it
+    kind        text NOT NULL CHECK (kind IN ('due', 'caught_up', 'skipped', 'manual')),
+    fire_time   timestamptz NOT NULL,
+    at          timestamptz NOT NULL,
+    message_id  bigint,
+    -- for so many times before it there is no message
+    missed      bigint NOT NULL DEFAULT 0,
+    PRIMARY KEY (schedule_id, number)
+) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
+        autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
 -- Row shapes shared by the functions; the tables themselves exist once per stream.
 
 -- A stream as maintenance looks at it: where its sequence is.

@@ -1,13 +1,14 @@
 //! Maintenance beside the consumers of a client: a task on the client's own thread, as long as something is consumed.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
+use super::StepRun;
 use super::maintainer::Maintainer;
 use crate::backoff::jitter;
 use crate::client::Client;
@@ -101,7 +102,8 @@ async fn supervise(client: Client, stop: CancellationToken) {
             () = stop.cancelled() => return,
             () = tokio::time::sleep(pause) => {}
         }
-        let maintainer = Maintainer::new(client.clone(), stop.clone(), Box::new(|_| {}));
+        let maintainer =
+            Maintainer::new(client.clone(), stop.clone(), Arc::new(Mutex::new(|_: &StepRun| {})));
         if AssertUnwindSafe(maintainer.run()).catch_unwind().await.is_ok() {
             return;
         }

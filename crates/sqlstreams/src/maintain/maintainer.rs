@@ -1,6 +1,7 @@
 //! Whoever does the maintenance, or waits for whoever does to be gone.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use tokio_postgres::types::ToSql;
@@ -8,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::StepRun;
+use super::firing::Firing;
 use super::step::{self, Step};
 use crate::backoff::{Backoff, jitter};
 use crate::client::Client;
@@ -29,9 +31,11 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const TROUBLE: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
 /// The pause where the role may not do it, or there is no schema.
 const NOT_HERE: Duration = Duration::from_secs(300);
+/// After schedules were changed.
+const TOGETHER: Duration = Duration::from_millis(50);
 
 /// Called with each step that was run.
-pub(super) type OnStep = Box<dyn FnMut(&StepRun) + Send>;
+pub(super) type OnStep = Arc<Mutex<dyn FnMut(&StepRun) + Send>>;
 
 pub(super) struct Maintainer {
     client: Client,
@@ -41,6 +45,9 @@ pub(super) struct Maintainer {
     on_step: OnStep,
     /// It holds the lease, as far as it knows.
     holds: bool,
+    /// Whether schedules are fired beside the passes, and who does that.
+    beside: bool,
+    firing: Option<Firing>,
 }
 
 /// What came of a pass.
@@ -61,19 +68,37 @@ pub(super) enum Again {
 
 /// A step that is due.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Due {
-    step: Step,
-    stream: Option<i64>,
-    name: Option<String>,
+pub(super) struct Due {
+    pub(super) step: Step,
+    pub(super) stream: Option<i64>,
+    pub(super) name: Option<String>,
+}
+
+/// What came of a step.
+pub(super) struct Ran {
+    again: Again,
+    /// In how long there will be more to do, if that is known.
+    pub(super) wake: Option<Duration>,
 }
 
 impl Maintainer {
     pub(super) fn new(client: Client, stop: CancellationToken, on_step: OnStep) -> Self {
-        Self { client, holder: Uuid::new_v4(), name: name(), stop, on_step, holds: false }
+        Self {
+            client,
+            holder: Uuid::new_v4(),
+            name: name(),
+            stop,
+            on_step,
+            holds: false,
+            beside: false,
+            firing: None,
+        }
     }
 
     /// Until it is stopped.
     pub(super) async fn run(mut self) {
+        self.beside = true;
+        let rung = self.client.inner.watcher.schedules_changed();
         let mut trouble = Backoff::new(TROUBLE);
         while !self.stop.is_cancelled() {
             let pause = match self.pass().await {
@@ -110,8 +135,11 @@ impl Maintainer {
             tokio::select! {
                 () = self.stop.cancelled() => {}
                 () = tokio::time::sleep(pause) => {}
+                // Many are changed at a time, as a rule.
+                () = rung.notified(), if self.holds => tokio::time::sleep(TOGETHER).await,
             }
         }
+        self.firing = None;
         self.release().await;
     }
 
@@ -128,11 +156,17 @@ impl Maintainer {
             })?;
             self.holds = first.get(0);
             if !self.holds {
+                self.firing = None;
                 return Ok(Pass::Elsewhere(milliseconds(first.get(1))));
             }
             for row in rows.iter().skip(1) {
                 let Some(step) = Step::from_name(row.get(3)) else { continue };
-                match milliseconds(row.get(5)) {
+                let due_in = milliseconds(row.get(5));
+                if step == Step::Schedules && self.beside {
+                    self.fire(due_in);
+                    continue;
+                }
+                match due_in {
                     Duration::ZERO => due.push(Due { step, stream: row.get(4), name: row.get(6) }),
                     later => next = Some(next.map_or(later, |next: Duration| next.min(later))),
                 }
@@ -143,8 +177,19 @@ impl Maintainer {
             }
         }
         due.sort_unstable();
+        // Those of the installation come with each part of the streams.
+        due.dedup();
         let (ran, again) = self.work(due).await?;
         Ok(Pass::Done { ran, again, next })
+    }
+
+    /// Schedules are due then.
+    fn fire(&mut self, due_in: Duration) {
+        let now = Instant::now();
+        let due = now.checked_add(due_in).unwrap_or(now + LEASE);
+        if !self.firing.as_ref().is_some_and(|firing| firing.tell(due)) {
+            self.firing = Some(Firing::start(&self.client, &self.on_step, due));
+        }
     }
 
     /// Runs steps, and renews the lease meanwhile. Ends early when that is lost.
@@ -161,7 +206,7 @@ impl Maintainer {
                     again = again.max(Again::Soon);
                     break;
                 }
-                again = again.max(run_step(client, due, on_step).await?);
+                again = again.max(run_step(client, due, on_step).await?.again);
                 ran += 1;
             }
             Ok((ran, again))
@@ -198,17 +243,19 @@ impl Maintainer {
 }
 
 /// Runs one step and records what came of it. Returns whether it is to be run again. Fails only where the database cannot be reached.
-async fn run_step(
+pub(super) async fn run_step(
     client: &Client,
     Due { step, stream, name }: Due,
-    on_step: &mut OnStep,
-) -> Result<Again> {
+    on_step: &OnStep,
+) -> Result<Ran> {
     let begun = Instant::now();
     let came = step.run(client, stream).await;
     let took = begun.elapsed();
+    let wake = came.as_ref().ok().and_then(|done| done.wake);
+    let ran = |again| Ok(Ran { again, wake });
     let error = match &came {
         // It was dropped meanwhile.
-        Err(error) if error.kind() == ErrorKind::UnknownStream => return Ok(Again::No),
+        Err(error) if error.kind() == ErrorKind::UnknownStream => return ran(Again::No),
         Err(error) => Some(error),
         Ok(_) => None,
     };
@@ -221,19 +268,16 @@ async fn run_step(
             "a step of the maintenance has failed"
         );
     }
-    on_step(&StepRun {
-        step: step.name(),
-        stream: name,
-        took,
-        error: error.map(ToString::to_string),
-    });
+    let told =
+        StepRun { step: step.name(), stream: name, took, error: error.map(ToString::to_string) };
+    on_step.lock().unwrap_or_else(PoisonError::into_inner)(&told);
     let recorded = step::record(client, step.name(), stream, took, came.as_ref()).await;
     match (came, recorded) {
         (Err(error), _) if error.is_of_connection() => Err(error),
         (_, Err(error)) => Err(error),
-        (Ok(done), Ok(())) if done.urgent => Ok(Again::AtOnce),
-        (Ok(done), Ok(())) if done.more => Ok(Again::Soon),
-        (_, Ok(())) => Ok(Again::No),
+        (Ok(done), Ok(())) if done.urgent => ran(Again::AtOnce),
+        (Ok(done), Ok(())) if done.more => ran(Again::Soon),
+        (_, Ok(())) => ran(Again::No),
     }
 }
 

@@ -4,16 +4,19 @@
 //!   duty.rs          a task beside the consumers of a client, or `Maintenance::run` by itself
 //!   maintainer.rs    holds the lease, asks what is due of all streams in one statement, and runs it
 //!   step.rs          the steps
+//!   firing.rs        schedules, at the moment that they are due
 //!   status.rs        who does it, and what came of it
 //! ```
 //! The rules are in sql/functions/maintain.sql.
 
 mod duty;
+mod firing;
 mod maintainer;
 mod status;
 mod step;
 
 use std::fmt;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
@@ -59,7 +62,7 @@ impl fmt::Debug for Maintenance {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepRun {
-    /// Which: `partitions`, `seal`, `keys`, `groups`, `compact` or `reclaim`.
+    /// Which: `partitions`, `schedules`, `seal`, `keys`, `groups`, `compact` or `reclaim`.
     pub step: &'static str,
     /// Of which stream; `None`: of the whole installation.
     pub stream: Option<String>,
@@ -85,7 +88,7 @@ impl Client {
         Maintenance {
             client: self.clone(),
             stop: CancellationToken::new(),
-            on_step: Box::new(|_| {}),
+            on_step: Arc::new(Mutex::new(|_: &StepRun| {})),
         }
     }
 }
@@ -99,7 +102,7 @@ impl Maintenance {
 
     /// Calls this with each step that was run. It should not block.
     pub fn on_step(mut self, tell: impl FnMut(&StepRun) + Send + 'static) -> Self {
-        self.on_step = Box::new(tell);
+        self.on_step = Arc::new(Mutex::new(tell));
         self
     }
 

@@ -12,6 +12,7 @@ use crate::client::{BEGIN, BOOKKEEPING, Client, answered, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::queries::Query;
 use crate::reclaim;
+use crate::schedule;
 
 /// How long one statement may take.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -38,6 +39,8 @@ const TOMBSTONE_AGE: f64 = 24.0 * 3600.0;
 pub(super) enum Step {
     /// Partitions that will be needed.
     Partitions,
+    /// Messages of schedules.
+    Schedules,
     /// Which partitions are final.
     Seal,
     /// Idempotency keys that have outlived their window.
@@ -61,15 +64,25 @@ pub(super) struct Done {
     pub(super) next: Option<Duration>,
     /// What it wants to know the next time; `None`: as it was.
     pub(super) memory: Option<Map<String, Value>>,
+    /// In how long there will be more to do, if that is known.
+    pub(super) wake: Option<Duration>,
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 6] =
-        [Self::Partitions, Self::Seal, Self::Keys, Self::Groups, Self::Compact, Self::Reclaim];
+    pub(super) const ALL: [Self; 7] = [
+        Self::Partitions,
+        Self::Schedules,
+        Self::Seal,
+        Self::Keys,
+        Self::Groups,
+        Self::Compact,
+        Self::Reclaim,
+    ];
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Partitions => "partitions",
+            Self::Schedules => "schedules",
             Self::Seal => "seal",
             Self::Keys => "keys",
             Self::Groups => "groups",
@@ -85,14 +98,18 @@ impl Step {
 
     /// Somebody would have to wait if it was not done soon.
     pub(super) fn is_urgent(self) -> bool {
-        self == Self::Partitions
+        matches!(self, Self::Partitions | Self::Schedules)
     }
 
     /// Does a piece of the step. `stream` is `None` for steps of the whole installation.
     pub(super) async fn run(self, client: &Client, stream: Option<i64>) -> Result<Done> {
-        // Every step there is at present is one of a stream.
+        if self == Self::Schedules {
+            return schedules(client).await;
+        }
+        // All others are steps of a stream.
         let Some(stream) = stream else { return Ok(Done::default()) };
         match self {
+            Self::Schedules => Ok(Done::default()),
             Self::Partitions => partitions(client, stream).await,
             Self::Seal => seal(client, stream).await,
             Self::Keys => keys(client, stream).await,
@@ -110,6 +127,14 @@ async fn partitions(client: &Client, stream: i64) -> Result<Done> {
         Some(trouble) => Err(Error::new(ErrorKind::Database, trouble)),
         None => Ok(Done { more: row.get(0), urgent: row.get(1), ..Done::default() }),
     }
+}
+
+async fn schedules(client: &Client) -> Result<Done> {
+    let fired = schedule::fire_due(client).await?;
+    let from = client.inner.schedules.text().map(Value::String);
+    let memory = Map::from_iter([("from".to_owned(), from.unwrap_or_default())]);
+    let urgent = fired.next == Some(Duration::ZERO);
+    Ok(Done { urgent, memory: Some(memory), wake: fired.next, ..Done::default() })
 }
 
 async fn seal(client: &Client, stream: i64) -> Result<Done> {

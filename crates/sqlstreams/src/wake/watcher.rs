@@ -177,6 +177,11 @@ impl Watcher {
         }
     }
 
+    /// Told when a schedule was made or changed, as far as that is heard.
+    pub(crate) fn schedules_changed(&self) -> Arc<Notify> {
+        self.rung.schedules.clone()
+    }
+
     /// The number of this process, now and whenever it changes.
     pub(crate) fn life(&self) -> watch::Receiver<Option<i64>> {
         self.life.subscribe()

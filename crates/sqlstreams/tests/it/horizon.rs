@@ -41,7 +41,7 @@ async fn buffers(db: &Db, call: &str) -> f64 {
     sum as f64 / SAMPLES as f64
 }
 
-async fn buffers_once(db: &Db, call: &str) -> i64 {
+pub async fn buffers_once(db: &Db, call: &str) -> i64 {
     let explain = format!(
         "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM sqlstreams.{call}"
     );

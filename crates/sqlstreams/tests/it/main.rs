@@ -63,6 +63,7 @@ mod rotation;
 mod routing;
 mod running;
 mod scene;
+mod schedules;
 mod schema;
 mod shutdown;
 mod sql_arguments;
