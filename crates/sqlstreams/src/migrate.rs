@@ -58,6 +58,8 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/current.sql"),
     include_str!("../sql/functions/compact.sql"),
     include_str!("../sql/functions/reclaim.sql"),
+    include_str!("../sql/functions/retention.sql"),
+    include_str!("../sql/functions/archive.sql"),
     include_str!("../sql/functions/generated.sql"),
 ];
 

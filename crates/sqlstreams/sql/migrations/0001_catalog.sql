@@ -28,7 +28,7 @@ CREATE TABLE stream (
     -- how long dead letters are kept
     retain_dead_for interval CHECK (retain_dead_for BETWEEN '1 second' AND '1000 years'),
     -- The lowest id that is kept: below it the log is gone, or about to go. It only grows, under FOR UPDATE of this row, and nobody's cursor is put below
-    -- it: who moves one back, or creates one, reads it under FOR KEY SHARE and begins at first_id if that is higher.
+    -- it: who moves one back, or creates one, reads it under FOR KEY SHARE (hold_first_id) and begins at first_id if that is higher.
     first_id       bigint NOT NULL DEFAULT 1,
     -- message_archive_<id> may hold something
     archived       boolean NOT NULL DEFAULT false,
