@@ -70,10 +70,9 @@ END $$;
 -- Streams whose archive, or whose dead letters, are to be looked through. See maintain.sql.
 CREATE OR REPLACE FUNCTION archive_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
-    SELECT s.id, greatest(m.next_due - clock_timestamp(), interval '0')
+    SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    LEFT JOIN maintenance_step AS m ON m.step = 'archive' AND m.stream_id = s.id
     WHERE s.archived OR s.retain_dead_for IS NOT NULL
 $$;
 

@@ -93,3 +93,20 @@ BEGIN
     upto := CASE WHEN looked_at < greatest(p_limit, 1) THEN least((first / s.partition_size + 1) * s.partition_size - 1, floor) ELSE last END;
     RETURN NEXT;
 END $$;
+
+-- Maintenance: compaction begins anew when a thousand messages came since it last did, and half as many as it then went through; and once a day where any came. Its memory has
+-- "head", where the log was when it last began, "looked", how many messages it went through, and while it is at it "upto".
+CREATE OR REPLACE FUNCTION compact_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+DECLARE
+    now timestamptz := clock_timestamp();
+BEGIN
+    RETURN QUERY
+    SELECT s.id, interval '0'
+    FROM unnest(p_heads) AS h JOIN stream AS s ON s.id = h.stream_id
+    LEFT JOIN maintenance_step AS m ON m.step = 'compact' AND m.stream_id = s.id
+    CROSS JOIN LATERAL (SELECT h.head - coalesce((m.memory->>'head')::bigint, 0) AS fresh, coalesce((m.memory->>'looked')::bigint, 0) AS looked) AS l
+    WHERE s.compacted AND s.created_at < now - interval '10 minutes'
+      AND (m.memory ? 'upto' OR l.fresh >= greatest(1000, l.looked / 2) OR l.fresh > 0 AND coalesce(m.started_at, '-infinity') < now - interval '1 day');
+END $$;

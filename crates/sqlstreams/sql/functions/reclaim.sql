@@ -38,3 +38,13 @@ BEGIN
         RETURN NEXT;
     END LOOP;
 END $$;
+
+-- Maintenance: after compaction has removed something, its step says so here.
+CREATE OR REPLACE FUNCTION reclaim_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    SELECT h.stream_id, interval '0'
+    FROM unnest(p_heads) AS h JOIN maintenance_step AS m ON m.step = 'reclaim' AND m.stream_id = h.stream_id AND m.memory ? 'wanted';
+END $$;

@@ -54,10 +54,9 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT s.retain_for IS NOT NULL OR s.retain_bytes I
 -- Streams where retention has something to do: partitions that are leaving, or an oldest one that may be wanted gone. See maintain.sql.
 CREATE OR REPLACE FUNCTION retention_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
-    SELECT s.id, greatest(m.next_due - clock_timestamp(), interval '0')
+    SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    LEFT JOIN maintenance_step AS m ON m.step = 'retention' AND m.stream_id = s.id
     WHERE EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
        OR has_retention(s) AND EXISTS (
             SELECT FROM (SELECT p FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS x(p)

@@ -36,6 +36,7 @@ BEGIN
             USING ERRCODE = 'SQ005', HINT = 'Use it, or choose another name.';
     END IF;
     INSERT INTO stream_fence (stream_id, generation) VALUES (n, 0);
+    INSERT INTO stream_pace (stream_id, head, seen_at, rated_at) VALUES (n, 0, clock_timestamp(), clock_timestamp());
 
     -- The log. CACHE 1: with a larger cache a session would hold ids that it draws only later, and the fence could
     -- not tell them from ids that never come.
@@ -261,6 +262,10 @@ BEGIN
     -- Partitions that have left the log, and are not gone yet.
     FOR name IN SELECT 'message_log_' || p_stream || '_p' || number FROM log_partition WHERE stream_id = p_stream AND state <> 'attached' LOOP
         EXECUTE format('DROP TABLE IF EXISTS %I', name);
+    END LOOP;
+    -- Partitions that were prepared and never attached.
+    FOR name IN SELECT relname FROM pg_class WHERE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) AND relname LIKE format('message\_log\_%s\_next\_%%', p_stream) AND relkind = 'r' LOOP
+        EXECUTE format('DROP TABLE %I', name);
     END LOOP;
     PERFORM drop_stream_functions(p_stream);
     DELETE FROM stream WHERE id = p_stream;

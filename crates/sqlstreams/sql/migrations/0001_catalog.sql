@@ -153,7 +153,7 @@ CREATE TABLE stream_pace (
     -- where the sequence was, and when: the rate is measured from there
     head       bigint NOT NULL,
     seen_at    timestamptz NOT NULL,
-    -- the highest rate, in ids per second, measured over at least 5 s; it counts half a day later, a quarter after two: stream_rate()
+    -- the highest rate, in ids per second, measured over at least 5 s; it counts for half after a day: stream_rate()
     rate       double precision NOT NULL DEFAULT 0,
     rated_at   timestamptz NOT NULL
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
@@ -170,6 +170,8 @@ CREATE TABLE maintenance (
     -- from then on anybody may take it
     until      timestamptz
 ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
+
+INSERT INTO maintenance (generation) VALUES (0);
 
 -- What the steps of the upkeep did. A row appears when a step has done something or has failed. stream_id NULL: of the whole installation.
 CREATE TABLE maintenance_step (
