@@ -17,6 +17,7 @@ use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
 use crate::pool::{Pool, Pooled};
 use crate::queries::{Queries, Query};
+use crate::retention::Detaching;
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
 use crate::wake::{Bell, Watcher};
@@ -45,6 +46,7 @@ pub(crate) struct Inner {
     pub(crate) connector: Connector,
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
+    pub(crate) detaching: Detaching,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -319,6 +321,7 @@ impl ClientBuilder {
                 connector,
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
+                detaching: Detaching::default(),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

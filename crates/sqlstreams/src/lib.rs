@@ -94,6 +94,7 @@ mod produce;
 mod queries;
 mod reason;
 mod reclaim;
+mod retention;
 mod schema;
 mod stream;
 #[cfg(test)]
@@ -123,6 +124,7 @@ pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
 pub use reclaim::{Left, Reclaimed};
+pub use retention::{HoldReason, Retained, Retention, RetentionHold};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;
 

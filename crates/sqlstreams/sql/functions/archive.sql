@@ -1,31 +1,29 @@
 -- message_archive_<n>: messages that outlive their partition, since rows of the exception queue, dead letters above all, refer to them. It is read by id, after the log.
 
--- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue and leases that are held. p_group and
--- p_after say where the last call has ended; a call looks at p_limit ids at most, and copies about p_bytes. Returns how many it copied, and where it ended: group_id NULL: all is
--- done, and the partition is marked so. Doing it again is harmless.
-CREATE OR REPLACE FUNCTION archive_referenced(p_stream bigint, p_number bigint, p_group bigint DEFAULT 0, p_after bigint DEFAULT 0, p_limit int DEFAULT 1000, p_bytes bigint DEFAULT 16777216)
-RETURNS TABLE (copied bigint, group_id bigint, upto bigint)
+-- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue, and leases that are held. A call looks at p_limit
+-- references at most, and copies about p_bytes; where it ended is noted in the partition's row. Returns how many it copied, and whether that is all: then the partition is marked so.
+CREATE OR REPLACE FUNCTION archive_referenced(p_stream bigint, p_number bigint, p_limit int DEFAULT 1000, p_bytes bigint DEFAULT 16777216)
+RETURNS TABLE (copied bigint, finished boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
-#variable_conflict use_column
 DECLARE
     leaf    text := 'message_log_' || p_stream || '_p' || p_number;
     part    log_partition;
-    seen    bigint;
+    seen    int := 0;
     groups  bigint[];
     ids     bigint[];
     sizes   bigint[];
-    chosen  bigint[] := '{}';
     total   bigint := 0;
 BEGIN
     PERFORM require_read_committed();
     copied := 0;
-    SELECT * INTO part FROM log_partition WHERE stream_id = p_stream AND number = p_number AND state = 'leaving';
+    finished := true;
+    -- Whoever finds the archive empty, and says so, waits; the stream first, as everywhere.
+    PERFORM FROM stream WHERE id = p_stream FOR KEY SHARE;
+    SELECT * INTO part FROM log_partition WHERE stream_id = p_stream AND number = p_number AND state = 'leaving' FOR UPDATE;
     IF NOT FOUND OR to_regclass(format('%I', leaf)) IS NULL THEN
         RETURN NEXT;
         RETURN;
     END IF;
-    -- Whoever finds the archive empty and says so waits.
-    PERFORM FROM stream WHERE id = p_stream FOR KEY SHARE;
     EXECUTE format(
         'SELECT array_agg(x.group_id ORDER BY x.group_id, x.id), array_agg(x.id ORDER BY x.group_id, x.id),
                 array_agg(coalesce((SELECT pg_column_size(m.payload) FROM %1$I AS m WHERE m.id = x.id), 0) ORDER BY x.group_id, x.id)
@@ -42,28 +40,23 @@ BEGIN
                    ORDER BY id LIMIT $6) AS r
                ORDER BY g.id, r.id LIMIT $6) AS x',
         leaf, 'exception_queue_' || p_stream, 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO groups, ids, sizes USING p_stream, p_group, p_after, part.from_id, part.to_id, p_limit;
-    FOR i IN 1..coalesce(cardinality(ids), 0) LOOP
-        EXIT WHEN total > p_bytes;
-        total := total + sizes[i];
-        chosen := chosen || ids[i];
-        seen := i;
+        INTO groups, ids, sizes USING p_stream, part.copied_group, part.copied_to, part.from_id, part.to_id, p_limit;
+    WHILE seen < coalesce(cardinality(ids), 0) AND total <= p_bytes LOOP
+        seen := seen + 1;
+        total := total + sizes[seen];
     END LOOP;
-    IF chosen <> '{}' THEN
+    IF seen > 0 THEN
         EXECUTE format(
             'INSERT INTO %1$I (id, key, routing_key, headers, produced_at, expires_at, payload)
              SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %2$I
              WHERE id >= $2 AND id <= $3 AND id = ANY ($1) ON CONFLICT (id) DO NOTHING', 'message_archive_' || p_stream, leaf)
-            USING chosen, part.from_id, part.to_id;
+            USING ids[:seen], part.from_id, part.to_id;
         GET DIAGNOSTICS copied = ROW_COUNT;
         UPDATE stream SET archived = true WHERE id = p_stream AND NOT archived;
     END IF;
-    IF seen < cardinality(ids) OR cardinality(ids) >= p_limit THEN
-        group_id := groups[seen];
-        upto := ids[seen];
-    ELSE
-        UPDATE log_partition SET state = 'archived' WHERE stream_id = p_stream AND number = p_number AND state = 'leaving';
-    END IF;
+    finished := seen = coalesce(cardinality(ids), 0) AND seen < p_limit;
+    UPDATE log_partition SET state = CASE WHEN finished THEN 'archived' ELSE state END, copied_group = coalesce(groups[seen], copied_group), copied_to = coalesce(ids[seen], copied_to)
+        WHERE stream_id = p_stream AND number = p_number;
     RETURN NEXT;
 END $$;
 

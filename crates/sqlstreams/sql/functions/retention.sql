@@ -60,7 +60,7 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
     WHERE EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
        OR has_retention(s) AND EXISTS (
             SELECT FROM (SELECT p FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS x(p)
-            WHERE (p).sealed_at <= clock_timestamp() - retention_min_age()
+            WHERE (p).sealed_at <= clock_timestamp() - retention_min_age() AND (p).to_id < h.head
               AND (s.retain_resolved
                    -- Not measured yet: it may be.
                    OR s.retain_bytes IS NOT NULL AND EXISTS (SELECT FROM log_partition AS n WHERE n.stream_id = s.id AND n.sealed_at IS NOT NULL AND n.bytes IS NULL)
@@ -136,7 +136,9 @@ BEGIN
     END IF;
     SELECT * INTO floor FROM retention_floor(p_stream);
     FOR p IN SELECT * FROM log_partition WHERE stream_id = p_stream AND state = 'attached' ORDER BY number LIMIT p_limit LOOP
-        EXIT WHEN p.sealed_at IS NULL OR p.sealed_at > started - retention_min_age() OR p.to_id > settled_id(p_stream);
+        EXIT WHEN p.sealed_at IS NULL OR p.sealed_at > started - retention_min_age() OR p.to_id > settled_id(p_stream)
+               -- The one that the head is in would be made anew.
+               OR p.to_id >= head;
         beyond := beyond_limits(s, p, head, CASE WHEN s.retain_bytes IS NOT NULL THEN
             (SELECT sum(n.bytes) FROM log_partition AS n WHERE n.stream_id = p_stream AND n.number > p.number AND n.sealed_at IS NOT NULL) END, started);
         -- Nobody has resolved anything where there is no group.
@@ -217,15 +219,16 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     WHERE p.stream_id = p_stream AND p.state <> 'attached' ORDER BY p.number LIMIT p_limit
 $$;
 
--- Of a DETACH … CONCURRENTLY that process p_pid runs: whether it waits for the lock of the leaf, and has for half a second. It holds that of the parent meanwhile, so that no
+-- Of a DETACH … CONCURRENTLY that runs: whether it waits for the lock of the leaf, and has for half a second. It holds that of the parent meanwhile, so that no
 -- partition can be made; it is to be cancelled then, and finished by finalize_detach.
-CREATE OR REPLACE FUNCTION detach_is_stuck(p_pid int, p_leaf text) RETURNS boolean
+CREATE OR REPLACE FUNCTION detach_is_stuck(p_leaf text) RETURNS boolean
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT EXISTS (SELECT FROM pg_locks WHERE pid = p_pid AND locktype = 'relation' AND relation = to_regclass(p_leaf) AND NOT granted
-                   AND coalesce(waitstart < clock_timestamp() - interval '500 milliseconds', false))
+    SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'relation' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+                   AND relation = to_regclass(p_leaf) AND NOT granted AND mode IN ('ShareUpdateExclusiveLock', 'AccessExclusiveLock')
+                   AND waitstart < clock_timestamp() - interval '500 milliseconds')
 $$;
 
--- Whether DETACH … CONCURRENTLY would wait for the lock of the leaf right away: its vacuum, or a reader that has opened it by its own name.
+-- Whether DETACH … CONCURRENTLY would wait for the lock of the leaf right away, and hold that of the parent meanwhile: while the leaf is vacuumed, as a rule.
 CREATE OR REPLACE FUNCTION leaf_is_locked(p_leaf text) RETURNS boolean
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'relation' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())

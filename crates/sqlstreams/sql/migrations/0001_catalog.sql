@@ -128,6 +128,9 @@ CREATE TABLE log_partition (
     state     text NOT NULL DEFAULT 'attached' CHECK (state IN ('attached', 'leaving', 'archived')),
     -- since it is not attached any more
     leaving_at timestamptz,
+    -- up to which group, and message of it, what is referred to has been copied
+    copied_group bigint NOT NULL DEFAULT 0,
+    copied_to bigint NOT NULL DEFAULT 0,
     -- what it takes on disk with indexes and TOAST, as of when retention needed to know; of streams with retain_bytes
     bytes     bigint,
     PRIMARY KEY (stream_id, number)

@@ -40,6 +40,9 @@ pub struct GroupStatus {
     /// The same of messages that were to be tried again when a newer one of their key had come: see
     /// [`newest_only`](crate::GroupBuilder::newest_only).
     pub superseded: i64,
+    /// How many ids of the stream [retention](crate::Retention::drop_unread) took before the group had claimed them: an upper bound of the messages
+    /// that it never saw.
+    pub dropped: i64,
     /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
@@ -108,6 +111,7 @@ impl GroupStatus {
             newest_only: row.get(20),
             expired: row.get(21),
             superseded: row.get(22),
+            dropped: row.get(23),
         })
     }
 }
