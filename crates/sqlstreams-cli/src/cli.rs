@@ -9,7 +9,9 @@ use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcomm
 use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
+use crate::commands::{
+    consume, dead, delayed, down, group, maintain, message, migrate, produce, stream, up,
+};
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
 use crate::prose;
@@ -98,6 +100,8 @@ pub(crate) enum Command {
     /// Look up, list and remove the current values of a compacted stream
     #[command(subcommand)]
     Message(message::MessageCommand),
+    /// Do the upkeep of all streams, once or until it is stopped, or see what came of it
+    Maintain(maintain::MaintainArgs),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),

@@ -13,6 +13,7 @@ use tokio_postgres::types::ToSql;
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
 use crate::error::{Error, ErrorKind, Result};
+use crate::maintain::Duty;
 use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
 use crate::pool::{Pool, Pooled};
@@ -47,6 +48,7 @@ pub(crate) struct Inner {
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
     pub(crate) detaching: Detaching,
+    pub(crate) duty: Duty,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -64,6 +66,7 @@ pub struct ClientBuilder {
     pool_size: usize,
     migrate: bool,
     listener: bool,
+    maintenance: bool,
 }
 
 impl Client {
@@ -86,6 +89,7 @@ impl Client {
             pool_size: 8,
             migrate: true,
             listener: true,
+            maintenance: true,
         }
     }
 
@@ -258,6 +262,14 @@ impl ClientBuilder {
         self
     }
 
+    /// Whether consumers do the [maintenance](crate::Maintenance) of the installation beside their work, one of all processes at a time. Default: yes. If
+    /// not, see to it that others do, or `sqlstreams maintain`: what is due stays undone meanwhile, but for partitions, which producers and consumers of this
+    /// crate make themselves when they find too few.
+    pub fn maintenance(mut self, maintenance: bool) -> Self {
+        self.maintenance = maintenance;
+        self
+    }
+
     /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes. If not, it refuses a schema that is not of
     /// this version, or has not its functions.
     pub fn migrate(mut self, migrate: bool) -> Self {
@@ -322,6 +334,7 @@ impl ClientBuilder {
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
                 detaching: Detaching::default(),
+                duty: Duty::new(self.maintenance),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

@@ -110,6 +110,17 @@ queries! {
         list_exceptions: [TEXT, TEXT, TEXT, INT8, INT8],
         redrive: [INT8, INT8, INT8_ARRAY, INT8],
         discard: [INT8, INT8, INT8_ARRAY, INT8],
+        maintenance_look: [UUID, TEXT, FLOAT8, INT8],
+        hold_maintenance: [UUID, TEXT, FLOAT8],
+        release_maintenance: [UUID],
+        record_step: [TEXT, INT8, FLOAT8, TEXT, FLOAT8, TEXT],
+        step_memory: [TEXT, INT8],
+        maintain_partitions: [INT8],
+        seal_partitions: [INT8],
+        next_expiry_of_keys: [INT8, TIMESTAMPTZ],
+        maintenance_holder: [],
+        maintenance_steps: [],
+        maintenance_failures: [INT8],
     }
 }
 

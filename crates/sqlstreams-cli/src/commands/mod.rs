@@ -5,6 +5,7 @@ pub(crate) mod dead;
 pub(crate) mod delayed;
 pub(crate) mod down;
 pub(crate) mod group;
+pub(crate) mod maintain;
 pub(crate) mod message;
 pub(crate) mod migrate;
 pub(crate) mod produce;
@@ -35,6 +36,7 @@ pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<E
         Command::Dead(command) => dead::run(command, context).await?,
         Command::Delayed(command) => delayed::run(command, context).await?,
         Command::Message(command) => message::run(command, context).await?,
+        Command::Maintain(args) => maintain::run(args, context).await?,
         Command::Bench(command) => return bench::run(command, context).await,
     }
     Ok(ExitCode::SUCCESS)

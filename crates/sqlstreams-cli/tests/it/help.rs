@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 49] = [
+const COMMANDS: [&[&str]; 51] = [
     &[],
     &["demo"],
     &["up"],
@@ -43,6 +43,8 @@ const COMMANDS: [&[&str]; 49] = [
     &["message", "latest"],
     &["message", "current"],
     &["message", "remove"],
+    &["maintain"],
+    &["maintain", "status"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],

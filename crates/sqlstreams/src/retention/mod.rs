@@ -8,7 +8,9 @@ use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
 
+pub(crate) use archive::{Place, tidy};
 pub(crate) use detach::Detaching;
+pub(crate) use step::let_go;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::stream::{Stream, seconds};
@@ -229,15 +231,21 @@ impl<T, C> Stream<T, C> {
         let client = &self.inner.client;
         let mut done = Retained::default();
         loop {
-            let ended = step::step(client, self.inner.id).await?;
+            let ended = let_go(client, self.inner.id).await?;
             done.partitions += ended.gone;
             done.waiting = ended.waiting;
             if !ended.more {
                 break;
             }
         }
-        done.dead_letters = archive::step(client, self.inner.id).await?.dead_letters;
-        Ok(done)
+        let mut place = Place::default();
+        loop {
+            let ended = tidy(client, self.inner.id, &mut place).await?;
+            done.dead_letters += ended.dead_letters;
+            if !ended.more {
+                return Ok(done);
+            }
+        }
     }
 }
 

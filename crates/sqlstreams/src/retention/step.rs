@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::queries::Query;
 
 /// How long a step takes at the most, about: others wait for it.
-const BUDGET: Duration = Duration::from_secs(2);
+const BUDGET: Duration = Duration::from_secs(1);
 /// So many partitions leave in one step.
 const AT_ONCE: i32 = 8;
 /// A look that has to wait is for a moment only: it holds what making a partition needs.
@@ -51,7 +51,7 @@ enum Left {
     Waits,
 }
 
-pub(crate) async fn step(client: &Client, stream: i64) -> Result<Ended> {
+pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     let queries = &client.inner.queries;
     let deadline = Instant::now() + BUDGET;
     let retired =
@@ -68,7 +68,7 @@ pub(crate) async fn step(client: &Client, stream: i64) -> Result<Ended> {
         let pending = at.iter().find(|leaf| leaf.pending).map(|leaf| leaf.number);
         for leaf in at.drain(..) {
             let blocked = detaching || pending.is_some_and(|number| number != leaf.number);
-            match let_go(client, stream, leaf, blocked, deadline).await? {
+            match forward(client, stream, leaf, blocked, deadline).await? {
                 Left::Gone => ended.gone += 1,
                 Left::Waits => detaching = true,
                 Left::More => {
@@ -119,7 +119,8 @@ async fn leaving(client: &Client, stream: i64) -> Result<Vec<Leaf>> {
         .collect())
 }
 
-async fn let_go(
+/// As far as it goes at once.
+async fn forward(
     client: &Client,
     stream: i64,
     leaf: Leaf,

@@ -1,0 +1,1 @@
+SELECT made, more, trouble FROM {schema}.maintain_partitions($1)
