@@ -151,4 +151,6 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/retention.md")]
+    struct Retention;
 }

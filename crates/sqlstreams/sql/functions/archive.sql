@@ -66,7 +66,7 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE s.archived OR s.retain_dead_for IS NOT NULL
+    WHERE (s.archived OR s.retain_dead_for IS NOT NULL) AND NOT is_put_off('archive', s.id)
 $$;
 
 -- Removes messages from the archive that nothing refers to any more: looks at p_limit of them after id p_after. Returns how many it looked at and removed, and where it ended; upto NULL: at the end.

@@ -51,13 +51,20 @@ $$;
 CREATE OR REPLACE FUNCTION has_retention(s stream) RETURNS boolean
 LANGUAGE sql IMMUTABLE AS $$ SELECT s.retain_for IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_resolved $$;
 
+-- Whether a step said that it need not be asked for yet: of many such streams a row each, every few seconds, would be a lot of rows.
+CREATE OR REPLACE FUNCTION is_put_off(p_step text, p_stream bigint) RETURNS boolean
+LANGUAGE sql VOLATILE AS $$
+    SELECT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = p_step AND m.stream_id = p_stream AND m.next_due > clock_timestamp())
+$$;
+
 -- Streams where retention has something to do: partitions that are leaving, or an oldest one that may be wanted gone. See maintain.sql.
 CREATE OR REPLACE FUNCTION retention_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
+    WHERE NOT is_put_off('retention', s.id)
+      AND (EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
        OR has_retention(s) AND EXISTS (
             SELECT FROM (SELECT p FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS x(p)
             WHERE (p).sealed_at <= clock_timestamp() - retention_min_age() AND (p).to_id < h.head
@@ -66,7 +73,7 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
                    OR s.retain_bytes IS NOT NULL AND EXISTS (SELECT FROM log_partition AS n WHERE n.stream_id = s.id AND n.sealed_at IS NOT NULL AND n.bytes IS NULL)
                    OR beyond_limits(s, p, h.head,
                         CASE WHEN s.retain_bytes IS NOT NULL THEN (SELECT sum(n.bytes) FROM log_partition AS n WHERE n.stream_id = s.id AND n.number > (p).number AND n.sealed_at IS NOT NULL) END,
-                        clock_timestamp())))
+                        clock_timestamp()))))
 $$;
 
 -- Notes what holds retention up, or with NULL that nothing does. SECURITY DEFINER: whoever lacks the privileges to do it says so here.
