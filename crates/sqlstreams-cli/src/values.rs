@@ -142,7 +142,8 @@ pub(crate) fn number(text: &str) -> Result<u64, String> {
 
 /// `500MB`, `10GB`, `1TiB`; without a unit bytes.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
-    let (digits, unit) = text.split_at(text.find(|c: char| c.is_alphabetic()).unwrap_or(text.len()));
+    let (digits, unit) =
+        text.split_at(text.find(|c: char| c.is_alphabetic()).unwrap_or(text.len()));
     let unit: u64 = match unit.to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kb" | "k" => 1_000,

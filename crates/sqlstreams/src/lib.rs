@@ -114,9 +114,7 @@ pub use dead::Exception;
 pub use delayed::Delayed;
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
-pub use maintain::{
-    Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus,
-};
+pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
 };

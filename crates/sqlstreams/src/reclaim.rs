@@ -79,16 +79,17 @@ pub(crate) struct Candidate {
 pub(crate) async fn candidates(client: &Client, stream: i64) -> Result<Vec<Candidate>> {
     let query = &client.inner.queries.reclaimable;
     let rows = client.query(query, &[&stream], "look at the partitions").await?;
-    let candidate = |row: &Row| Candidate {
-        partition: row.get(0),
-        bytes: row.get(1),
-        permitted: row.get(2),
-    };
+    let candidate =
+        |row: &Row| Candidate { partition: row.get(0), bytes: row.get(1), permitted: row.get(2) };
     Ok(rows.iter().map(candidate).collect())
 }
 
 /// Writes a partition anew. Returns what it takes then, and why it was left as it is, if it was.
-pub(crate) async fn rewrite(client: &Client, partition: &str, before: i64) -> Result<(i64, Option<Left>)> {
+pub(crate) async fn rewrite(
+    client: &Client,
+    partition: &str,
+    before: i64,
+) -> Result<(i64, Option<Left>)> {
     let doing = "give the space of a partition back";
     let file = async || {
         let look = &client.inner.queries.partition_size;

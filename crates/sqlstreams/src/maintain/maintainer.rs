@@ -72,7 +72,9 @@ impl Maintainer {
                     match pass {
                         Pass::Done { more: true, .. } => Duration::ZERO,
                         Pass::Done { next, .. } => next.map_or(PACE, |next| next.min(PACE)),
-                        Pass::Elsewhere(remaining) => remaining.min(LEASE) + OTHERS.mul_f64(jitter()),
+                        Pass::Elsewhere(remaining) => {
+                            remaining.min(LEASE) + OTHERS.mul_f64(jitter())
+                        }
                     }
                 }
                 Err(error) => {
@@ -192,7 +194,12 @@ async fn run_step(
     };
     if let Some(error) = error {
         let error = error as &dyn std::error::Error;
-        tracing::warn!(step = step.name(), stream = name, error, "a step of the maintenance has failed");
+        tracing::warn!(
+            step = step.name(),
+            stream = name,
+            error,
+            "a step of the maintenance has failed"
+        );
     }
     on_step(&StepRun {
         step: step.name(),

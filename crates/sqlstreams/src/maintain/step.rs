@@ -192,10 +192,13 @@ async fn compact(client: &Client, stream: i64) -> Result<Done> {
 /// There may be space to give back.
 async fn want_space(client: &Client, stream: i64) -> Result<()> {
     let wanted = Map::from_iter([("wanted".to_owned(), true.into())]);
-    record(client, Step::Reclaim.name(), Some(stream), Duration::ZERO, Ok(&Done {
-        memory: Some(wanted),
-        ..Done::default()
-    }))
+    record(
+        client,
+        Step::Reclaim.name(),
+        Some(stream),
+        Duration::ZERO,
+        Ok(&Done { memory: Some(wanted), ..Done::default() }),
+    )
     .await
 }
 

@@ -146,8 +146,7 @@ pub(crate) fn at_fault(message: &InvalidMessage, of: usize) -> Error {
 }
 
 fn out_of_partitions(error: tokio_postgres::Error) -> Error {
-    let text =
-        "could not produce: no partition of the log takes the message, and none could be made in time";
+    let text = "could not produce: no partition of the log takes the message, and none could be made in time";
     Error::new(ErrorKind::Database, text)
         .with_hint("Look whether somebody has the log locked (`sqlstreams maintain status`); if others use partitions up as fast as they are made, make the stream with a larger partition size.")
         .with_source(error)

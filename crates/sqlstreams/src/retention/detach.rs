@@ -72,15 +72,23 @@ async fn carry_out(client: &Client, sql: &str, leaf: &str) -> Result<()> {
         if let Ok(done) = timeout(LOOK, &mut detach).await {
             return match done {
                 // Cancelled, here or by somebody: it is pending, or as it was.
-                Err(error) if error.code() == Some(&tokio_postgres::error::SqlState::QUERY_CANCELED) => Ok(()),
+                Err(error)
+                    if error.code() == Some(&tokio_postgres::error::SqlState::QUERY_CANCELED) =>
+                {
+                    Ok(())
+                }
                 done => done.map_err(|e| Error::from_driver(e, doing)),
             };
         }
         let stuck = client.ask(&client.inner.queries.detach_is_stuck, &[&leaf], doing).await;
         if stuck.is_ok_and(|rows| rows.first().is_some_and(|row| row.get(0))) {
-            let cancelled = timeout(SOON, client.inner.connector.cancel(&connection.cancel_token()));
-            if let Ok(Err(error)) = cancelled.await {
-                tracing::debug!(error = &error as &dyn std::error::Error, "could not cancel a DETACH");
+            let token = connection.cancel_token();
+            let cancelled = timeout(SOON, client.inner.connector.cancel(&token)).await;
+            if let Ok(Err(error)) = cancelled {
+                tracing::debug!(
+                    error = &error as &dyn std::error::Error,
+                    "could not cancel a DETACH"
+                );
             }
         }
     }

@@ -190,7 +190,8 @@ impl RetentionHold {
             Some("detach") => HoldReason::Detach,
             Some("privilege") => HoldReason::Privilege,
             Some(other) => {
-                let text = format!("retention is held up by {other:?}, which this version does not know");
+                let text =
+                    format!("retention is held up by {other:?}, which this version does not know");
                 return Err(Error::new(ErrorKind::Database, text));
             }
         };

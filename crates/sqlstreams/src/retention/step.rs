@@ -15,8 +15,7 @@ const BUDGET: Duration = Duration::from_secs(1);
 /// So many partitions leave in one step.
 const AT_ONCE: i32 = 8;
 /// A look that has to wait is for a moment only: it holds what making a partition needs.
-const BRIEFLY: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = '1s'";
+const BRIEFLY: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = '1s'";
 const DOING: &str = "let old messages go";
 
 /// What a step came to.
@@ -54,8 +53,7 @@ enum Left {
 pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     let queries = &client.inner.queries;
     let deadline = Instant::now() + BUDGET;
-    let retired =
-        client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await?;
+    let retired = client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await?;
     let (held, permitted): (bool, bool) = (retired.get(0), retired.get(1));
     let mut ended = Ended { waiting: held || !permitted, ..Ended::default() };
     let mut detaching = false;

@@ -169,7 +169,11 @@ async fn a_frozen_group_holds_its_messages_and_is_named() {
     let hold = scene.stream.info().await.unwrap().hold.unwrap();
     assert_eq!(hold.since, since, "it was the same all the time");
 
-    scene.db.batch_execute("UPDATE sqlstreams.consumer_lease_1 SET expires_at = '-infinity'").await.unwrap();
+    scene
+        .db
+        .batch_execute("UPDATE sqlstreams.consumer_lease_1 SET expires_at = '-infinity'")
+        .await
+        .unwrap();
     assert_eq!(scene.consume("frozen").await, numbers(1_501..=3_500));
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 2);
     assert_eq!((scene.first_id().await, scene.holder().await), (3_000, None));
@@ -227,12 +231,11 @@ async fn a_group_that_is_being_created_counts() {
 async fn what_failed_outlives_its_partition() {
     let scene = scene(hour()).await;
     let producer = scene.stream.producer();
-    let odd = Outgoing::new(&1)
-        .key("key")
-        .routing_key("a.b")
-        .header("h", 1)
-        .expires_in(DAY * 30);
-    producer.send_all([odd, Outgoing::new(&2), Outgoing::new(&3), Outgoing::new(&4)]).await.unwrap();
+    let odd = Outgoing::new(&1).key("key").routing_key("a.b").headers(serde_json::Map::from_iter([("h".to_owned(), 1.into())])).expires_in(DAY * 30);
+    producer
+        .send_all([odd, Outgoing::new(&2), Outgoing::new(&3), Outgoing::new(&4)])
+        .await
+        .unwrap();
     scene.fill(2_500).await;
     let group = scene.stream.group("g").max_attempts(2).create().await.unwrap();
     let fail = async |message: sqlstreams::Delivery<u64>| match message.payload {
@@ -254,13 +257,17 @@ async fn what_failed_outlives_its_partition() {
     assert_eq!(count(&scene.db, "SELECT count(*) FROM sqlstreams.message_archive_1").await, 3);
 
     let read = scene.stream.read(&[1, 2, 3, 4, 2_400]).await.unwrap();
-    assert_eq!(read.iter().map(|m| (m.id, m.payload)).collect::<Vec<_>>(), [(1, 1), (2, 2), (3, 3), (2_400, 2_400)]);
+    assert_eq!(
+        read.iter().map(|m| (m.id, m.payload)).collect::<Vec<_>>(),
+        [(1, 1), (2, 2), (3, 3), (2_400, 2_400)]
+    );
     assert_eq!(read[0].key.as_deref(), Some("key"));
     assert!(group.dead_letters(0, 9).await.unwrap().iter().any(|dead| dead.message_id == 1));
 
     // Tried again, redriven: handlers get them as ever.
     group.redrive(None, 10).await.unwrap();
-    let soon = "UPDATE sqlstreams.exception_queue_1 SET due_at = clock_timestamp() WHERE state = 'ready'";
+    let soon =
+        "UPDATE sqlstreams.exception_queue_1 SET due_at = clock_timestamp() WHERE state = 'ready'";
     scene.db.batch_execute(soon).await.unwrap();
     assert_eq!(scene.consume("g").await, [1, 2, 3]);
     assert_eq!(count(&scene.db, "SELECT count(*) FROM sqlstreams.exception_queue_1").await, 0);
@@ -285,7 +292,8 @@ async fn limits_say_what_is_kept() {
     let sized = scene(Retention::forever()).await;
     sized.fill(3_500).await;
     sized.a_day_later().await;
-    let bytes = count(&sized.db, "SELECT pg_total_relation_size('sqlstreams.message_log_1_p2')").await;
+    let bytes =
+        count(&sized.db, "SELECT pg_total_relation_size('sqlstreams.message_log_1_p2')").await;
     let keep = Retention::forever().keep_bytes(bytes.unsigned_abs());
     sized.stream.set_retention(&keep).await.unwrap();
     assert_eq!(sized.stream.retain().await.unwrap().partitions, 2);
@@ -321,7 +329,13 @@ async fn the_newest_stay_whatever_the_limits() {
     let scene = scene(Retention::forever().keep_count(1).keep_for(Duration::from_secs(1))).await;
     scene.fill(2_999).await;
     scene.seal(true).await;
-    scene.db.batch_execute("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '50 seconds'").await.unwrap();
+    scene
+        .db
+        .batch_execute(
+            "UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '50 seconds'",
+        )
+        .await
+        .unwrap();
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 0);
     scene.a_day_later().await;
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 2, "the last is full, too");
@@ -332,7 +346,12 @@ async fn the_newest_stay_whatever_the_limits() {
 async fn settings_are_checked_kept_and_lifted() {
     let scene = scene(Retention::forever()).await;
     assert!(scene.stream.info().await.unwrap().retention.is_forever());
-    let most = hour().keep_bytes(1 << 40).keep_count(7).until_resolved().drop_unread(true).keep_dead_for(DAY);
+    let most = hour()
+        .keep_bytes(1 << 40)
+        .keep_count(7)
+        .until_resolved()
+        .drop_unread(true)
+        .keep_dead_for(DAY);
     scene.stream.set_retention(&most).await.unwrap();
     scene.stream.set_notify(true).await.unwrap();
     assert_eq!(scene.stream.info().await.unwrap().retention, most);

@@ -27,7 +27,8 @@ async fn gone(scene: &Scene) {
     })
     .await;
     assert_eq!(scene.stream.info().await.unwrap().hold, None);
-    let rows = "SELECT count(*) FROM sqlstreams.log_partition WHERE number < 3 OR state <> 'attached'";
+    let rows =
+        "SELECT count(*) FROM sqlstreams.log_partition WHERE number < 3 OR state <> 'attached'";
     assert_eq!(count(&scene.db, rows).await, 0);
 }
 
@@ -37,7 +38,10 @@ async fn tb_028_a_reader_that_scans_for_long() {
     let scene = old().await;
     let reader = connect(&scene.url).await;
     // It has opened the log and its newest partition, not those that go.
-    reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400").await.unwrap();
+    reader
+        .batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400")
+        .await
+        .unwrap();
     let done = scene.stream.retain().await.unwrap();
     assert_eq!((done.partitions, done.waiting), (0, true));
     eventually(async || count(&scene.db, DETACHING).await == 1).await;
@@ -72,7 +76,8 @@ async fn tb_028_a_reader_that_scans_for_long() {
     assert_eq!(count(&scene.db, more).await, 30);
     assert_eq!(scene.consume("a").await.len(), 100);
     assert_eq!(count(&scene.db, DETACHING).await, 1, "it still waits");
-    let snapshot = count(&reader, "SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400").await;
+    let snapshot =
+        count(&reader, "SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400").await;
     assert_eq!(snapshot, 200);
     reader.batch_execute("COMMIT").await.unwrap();
     gone(&scene).await;
@@ -86,10 +91,16 @@ async fn a_reader_of_the_partition_itself_does_not_keep_partitions_from_being_ma
     reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1_p0").await.unwrap();
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 0);
     // It gives up, and leaves the rest for later.
-    eventually(async || count(&scene.db, DETACHING).await == 0 && count(&scene.db, PENDING).await == 1).await;
+    eventually(async || {
+        count(&scene.db, DETACHING).await == 0 && count(&scene.db, PENDING).await == 1
+    })
+    .await;
     for n in 31..35 {
         let sql = format!("SELECT sqlstreams.ensure_partitions(1, {n})::bigint");
-        until("a partition is made", Duration::from_secs(30), async || count(&scene.db, &sql).await == 1).await;
+        until("a partition is made", Duration::from_secs(30), async || {
+            count(&scene.db, &sql).await == 1
+        })
+        .await;
         assert!(scene.stream.retain().await.unwrap().waiting);
     }
     reader.batch_execute("COMMIT").await.unwrap();
@@ -109,7 +120,10 @@ async fn tb_022_timeouts_of_the_database_interrupt_nothing() {
     let client = Client::builder(&scene.url).maintenance(false).connect().await.unwrap();
     let stream = client.stream::<u64>("s").open().await.unwrap();
     let reader = connect(&scene.url).await;
-    reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400").await.unwrap();
+    reader
+        .batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400")
+        .await
+        .unwrap();
     eventually(async || {
         stream.retain().await.unwrap();
         count(&scene.db, DETACHING).await == 1
@@ -142,11 +156,16 @@ async fn tb_022_timeouts_of_the_database_interrupt_nothing() {
 async fn an_interrupted_detach_under_an_old_snapshot() {
     let scene = old().await;
     let reader = connect(&scene.url).await;
-    reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400").await.unwrap();
+    reader
+        .batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400")
+        .await
+        .unwrap();
     scene.stream.retain().await.unwrap();
     eventually(async || count(&scene.db, DETACHING).await == 1).await;
     let old = connect(&scene.url).await;
-    old.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM pg_class").await.unwrap();
+    old.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ; SELECT count(*) FROM pg_class")
+        .await
+        .unwrap();
     kill_maintenance(&scene).await;
     eventually(async || count(&scene.db, DETACHING).await == 0).await;
     reader.batch_execute("COMMIT").await.unwrap();
@@ -154,7 +173,10 @@ async fn an_interrupted_detach_under_an_old_snapshot() {
         assert!(scene.stream.retain().await.unwrap().waiting);
         assert_eq!(count(&scene.db, PENDING).await, 1);
         let sql = format!("SELECT sqlstreams.ensure_partitions(1, {n})::bigint");
-        until("a partition is made", Duration::from_secs(30), async || count(&scene.db, &sql).await == 1).await;
+        until("a partition is made", Duration::from_secs(30), async || {
+            count(&scene.db, &sql).await == 1
+        })
+        .await;
     }
     assert_eq!(scene.holder().await.unwrap().0, HoldReason::Detach);
     let bytes = "SELECT sum(pg_relation_size(('sqlstreams.message_log_1_p' || n)::regclass))::bigint FROM generate_series(0, 2) AS n";
@@ -191,7 +213,10 @@ async fn a_crash_between_any_two_steps() {
             if n == 4 && crash == 5 {
                 // Halfway: a reader keeps it from ending, and its backend is killed.
                 let reader = connect(&scene.url).await;
-                reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1").await.unwrap();
+                reader
+                    .batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1")
+                    .await
+                    .unwrap();
                 let killed = tokio::spawn(async move { maintainer.batch_execute(step).await });
                 eventually(async || count(&scene.db, DETACHING).await == 1).await;
                 let kill = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'ALTER TABLE%CONCURRENTLY'";
@@ -276,7 +301,12 @@ async fn tb_030_a_stream_that_is_dropped_leaves_nothing() {
         let scene = old().await;
         let reader = connect(&scene.url).await;
         let what = if detached { "_p0" } else { "" };
-        reader.batch_execute(&format!("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1{what} WHERE id > 3400")).await.unwrap();
+        reader
+            .batch_execute(&format!(
+                "BEGIN; SELECT count(*) FROM sqlstreams.message_log_1{what} WHERE id > 3400"
+            ))
+            .await
+            .unwrap();
         scene.stream.retain().await.unwrap();
         eventually(async || count(&scene.db, PENDING).await == 1).await;
         reader.batch_execute("COMMIT").await.unwrap();
@@ -300,7 +330,8 @@ async fn only_the_owner_of_the_tables_can() {
     );
     scene.db.batch_execute(&role).await.unwrap();
     let keeper = Client::builder(&scene.url.replace("//postgres:", "//keeper:")).migrate(false);
-    let stream = keeper.maintenance(false).connect().await.unwrap().stream::<u64>("s").open().await.unwrap();
+    let stream =
+        keeper.maintenance(false).connect().await.unwrap().stream::<u64>("s").open().await.unwrap();
     let done = stream.retain().await.unwrap();
     assert_eq!((done.partitions, done.waiting), (0, true));
     let hold = stream.info().await.unwrap().hold.unwrap();
@@ -321,7 +352,11 @@ async fn a_thousand_streams_cost_one_statement() {
         INSERT INTO sqlstreams.maintenance_step (step, stream_id, started_at, duration, next_due) SELECT 'archive', id, now(), '0', now() + interval '1 hour' FROM sqlstreams.stream;
         ANALYZE";
     scene.db.batch_execute(sql).await.unwrap();
-    let due = |step: &str| format!("SELECT count(*) FROM sqlstreams.{step}_due(ARRAY(SELECT (id, 10500, 1000)::sqlstreams.stream_head FROM sqlstreams.stream))");
+    let due = |step: &str| {
+        format!(
+            "SELECT count(*) FROM sqlstreams.{step}_due(ARRAY(SELECT (id, 10500, 1000)::sqlstreams.stream_head FROM sqlstreams.stream))"
+        )
+    };
     assert_eq!(count(&scene.db, &due("retention")).await, 0);
     assert_eq!(count(&scene.db, &due("archive")).await, 0);
     // And one that has something to do is found among them.

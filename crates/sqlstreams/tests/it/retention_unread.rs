@@ -28,7 +28,9 @@ async fn groups_that_are_behind_go_on_behind_the_gap() {
     scene.a_day_later().await;
     let done = scene.stream.retain().await.unwrap();
     assert_eq!((done.partitions, done.waiting), (4, false));
-    for (group, dropped) in [("parallel", 3_999), ("ordered", 3_999), ("fair", 3_999), ("half", 1_499)] {
+    for (group, dropped) in
+        [("parallel", 3_999), ("ordered", 3_999), ("fair", 3_999), ("half", 1_499)]
+    {
         let status = scene.stream.group(group).open().await.unwrap().status().await.unwrap();
         assert_eq!((status.claimed, status.dropped), (3_999, dropped), "{group}");
         assert_eq!(scene.consume(group).await, numbers(4_000..=4_500), "{group}");
@@ -66,7 +68,12 @@ async fn a_locked_cursor_is_left_as_it_is() {
     scene.stream.group("free").create().await.unwrap();
     scene.a_day_later().await;
     let other = connect(&scene.url).await;
-    other.batch_execute("BEGIN; SELECT FROM sqlstreams.consumer_group_cursor_1 WHERE group_id = 1 FOR UPDATE").await.unwrap();
+    other
+        .batch_execute(
+            "BEGIN; SELECT FROM sqlstreams.consumer_group_cursor_1 WHERE group_id = 1 FOR UPDATE",
+        )
+        .await
+        .unwrap();
     // The rows of its group are read all the same.
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 1);
     other.batch_execute("COMMIT").await.unwrap();
@@ -105,10 +112,12 @@ async fn consumers_run_on_over_the_gap() {
         let consumer = group.consumer().concurrency(2).until_caught_up();
         let running = tokio::spawn(consumer.run({
             let seen = seen.clone();
-            async move |message: Delivery<u64>| {
+            move |message: Delivery<u64>| {
                 seen.lock().unwrap().push(message.payload);
-                tokio::time::sleep(Duration::from_millis(1)).await;
-                Ok::<_, std::io::Error>(())
+                async {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                    Ok::<_, std::io::Error>(())
+                }
             }
         }));
         eventually(async || seen.lock().unwrap().len() > 20).await;
@@ -127,7 +136,10 @@ async fn consumers_run_on_over_the_gap() {
         let status = group.status().await.unwrap();
         assert_eq!((status.lag, status.dead, status.ready), (0, 0, 0), "{mode}");
         println!("{mode}: {all} handled, {} ids dropped", status.dropped);
-        assert!(all as i64 + status.dropped >= 6_500, "{mode}: none is missing without being counted");
+        assert!(
+            all as i64 + status.dropped >= 6_500,
+            "{mode}: none is missing without being counted"
+        );
     }
 }
 
@@ -184,7 +196,9 @@ async fn what_the_page_grants_is_enough_and_needed() {
     scene.db.batch_execute(&role).await.unwrap();
     scene.a_day_later().await;
     assert_eq!(scene.stream.retain().await.unwrap().partitions, 1);
-    let eater = Client::builder(&scene.url.replace("//postgres:", "//eater:")).migrate(false).maintenance(false);
+    let eater = Client::builder(&scene.url.replace("//postgres:", "//eater:"))
+        .migrate(false)
+        .maintenance(false);
     let stream = eater.connect().await.unwrap().stream::<u64>("s").open().await.unwrap();
     let error = stream.read(&[5]).await.unwrap_err();
     assert_eq!(error.kind(), sqlstreams::ErrorKind::PermissionDenied, "{error:?}");
