@@ -263,7 +263,7 @@ impl ClientBuilder {
     }
 
     /// Whether consumers do the [maintenance](crate::Maintenance) of the installation beside their work, one of all processes at a time. Default: yes. If
-    /// not, see to it that others do, or `sqlstreams maintain`: what is due stays undone meanwhile, but for partitions, which producers and consumers of this
+    /// not, or where the client's role does not own the schema's tables, see to it that others do, or `sqlstreams maintain`: what is due stays undone meanwhile, but for partitions, which producers and consumers of this
     /// crate make themselves when they find too few.
     pub fn maintenance(mut self, maintenance: bool) -> Self {
         self.maintenance = maintenance;

@@ -151,4 +151,6 @@ mod pages {
     struct Fairness;
     #[doc = include_str!("../../../docs/retention.md")]
     struct Retention;
+    #[doc = include_str!("../../../docs/maintenance.md")]
+    struct Maintenance;
 }

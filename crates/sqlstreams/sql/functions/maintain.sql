@@ -11,6 +11,16 @@
 --     nothing is to be done it returns no row. A step of the installation is asked with each part of the streams, and returns its row whatever p_heads is.
 --   * its name in maintenance_due, below, and a variant of Step (src/maintain/step.rs) that runs it in bounded time.
 
+-- Whoever holds the lease keeps all others from the work, so it is for roles that can do all of it: that own the tables.
+CREATE OR REPLACE FUNCTION require_maintainer() RETURNS void
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    IF NOT pg_has_role((SELECT relowner FROM pg_class WHERE oid = to_regclass(format('%I.%I', current_schema(), 'maintenance'))), 'USAGE') THEN
+        RAISE EXCEPTION 'role % may not do the maintenance', quote_ident(current_user)
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Do it as the owner of the schema''s tables or a member of that role: run `sqlstreams maintain`.';
+    END IF;
+END $$;
+
 -- Takes the lease for p_holder or renews it, p_lease being 1 s to 5 minutes. Never waits. Returns whether p_holder has it, and for how long whoever has it still does.
 -- p_name: what it is called, for people.
 CREATE OR REPLACE FUNCTION hold_maintenance(p_holder uuid, p_name text DEFAULT NULL, p_lease interval DEFAULT '10 seconds') RETURNS TABLE (held boolean, remaining interval)
@@ -19,6 +29,7 @@ DECLARE
     m   maintenance;
     now timestamptz := clock_timestamp();
 BEGIN
+    PERFORM require_maintainer();
     PERFORM require_that(p_holder IS NOT NULL AND p_lease BETWEEN '1 second' AND '5 minutes', 'maintenance is held by somebody, for 1 second to 5 minutes', 'The default is 10 seconds.');
     -- A crash of the server may take the lease back.
     PERFORM set_config('synchronous_commit', 'off', true);

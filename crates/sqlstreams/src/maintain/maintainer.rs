@@ -82,8 +82,17 @@ impl Maintainer {
                         ErrorKind::PermissionDenied | ErrorKind::SchemaMissing => NOT_HERE,
                         _ => trouble.pause(),
                     };
-                    let error = &error as &dyn std::error::Error;
-                    tracing::info!(error, "cannot do the maintenance; trying again in {pause:?}");
+                    let cause = &error as &dyn std::error::Error;
+                    match error.kind() {
+                        // Others will.
+                        ErrorKind::PermissionDenied => {
+                            tracing::debug!(error = cause, "not doing the maintenance");
+                        }
+                        _ => tracing::info!(
+                            error = cause,
+                            "cannot do the maintenance; trying again in {pause:?}"
+                        ),
+                    }
                     pause
                 }
             };

@@ -124,7 +124,7 @@ impl Maintenance {
     /// Does what is due now, if no other process does it, and ends. For whoever would rather be called by a timer, every minute say.
     ///
     /// # Errors
-    /// The database's. A step that fails is no error: [`on_step`](Self::on_step) and [`status`](Self::status) tell.
+    /// [`PermissionDenied`](ErrorKind::PermissionDenied) where the role does not own the schema's tables, or the database's. A step that fails is no error: [`on_step`](Self::on_step) and [`status`](Self::status) tell.
     ///
     /// # Cancellation
     /// Dropped, it ends where it is, and its lease runs out within 10 s.
