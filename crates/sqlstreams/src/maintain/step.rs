@@ -163,7 +163,7 @@ async fn compact(client: &Client, stream: i64) -> Result<Done> {
     let number = |memory: &Map<String, Value>, name: &str| {
         memory.get(name).and_then(Value::as_i64).unwrap_or_default()
     };
-    let mut add = |memory: &mut Map<String, Value>, name: &str, count: i64| {
+    let add = |memory: &mut Map<String, Value>, name: &str, count: i64| {
         let sum = number(memory, name).saturating_add(count);
         memory.insert(name.to_owned(), sum.into());
     };
