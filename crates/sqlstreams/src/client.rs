@@ -18,6 +18,7 @@ use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
 use crate::pool::{Pool, Pooled};
 use crate::queries::{Queries, Query};
+use crate::retention::Detaching;
 use crate::schedule;
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
@@ -47,6 +48,7 @@ pub(crate) struct Inner {
     pub(crate) connector: Connector,
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
+    pub(crate) detaching: Detaching,
     pub(crate) duty: Duty,
     pub(crate) schedules: schedule::Bound,
     /// At most one message that may have killed its process runs in this one.
@@ -333,6 +335,7 @@ impl ClientBuilder {
                 connector,
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
+                detaching: Detaching::default(),
                 duty: Duty::new(self.maintenance),
                 schedules: schedule::Bound::default(),
                 suspects: Arc::new(Semaphore::new(1)),

@@ -95,6 +95,7 @@ mod produce;
 mod queries;
 mod reason;
 mod reclaim;
+mod retention;
 mod schedule;
 mod schema;
 mod stream;
@@ -126,6 +127,7 @@ pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
 pub use reclaim::{Left, Reclaimed};
+pub use retention::{HoldReason, Retained, Retention, RetentionHold};
 pub use schedule::{
     Fired, Missed, RunKind, Schedule, ScheduleBuilder, ScheduleInfo, ScheduleRun, ScheduleState,
     Timetable,
@@ -152,6 +154,8 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/retention.md")]
+    struct Retention;
     #[doc = include_str!("../../../docs/maintenance.md")]
     struct Maintenance;
     #[doc = include_str!("../../../docs/schedules.md")]

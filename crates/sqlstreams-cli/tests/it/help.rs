@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 61] = [
+const COMMANDS: [&[&str]; 62] = [
     &[],
     &["demo"],
     &["up"],
@@ -14,6 +14,7 @@ const COMMANDS: [&[&str]; 61] = [
     &["stream", "show"],
     &["stream", "alter"],
     &["stream", "compact"],
+    &["stream", "retain"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
@@ -135,6 +136,8 @@ fn values_may_begin_with_a_minus() {
         (&["group", "create", "s", "g", "--max-in-flight", "-1"], "-1 is not in"),
         (&["stream", "create", "s", "--idempotency-window", "-1d"], "longer than nothing"),
         (&["stream", "compact", "s", "--min-age", "-1s"], "longer than nothing"),
+        (&["stream", "alter", "s", "--retain-for", "-1s"], "longer than nothing"),
+        (&["stream", "create", "s", "--retain-bytes", "-1"], "whole number"),
         (&["dead", "list", "s", "-g", "g", "--after", "-1"], "not in 0.."),
         (&["dead", "list", "s", "-g", "g", "--limit", "-1"], "not in 1.."),
         (&["dead", "redrive", "s", "-g", "g", "-1"], "not in 1.."),

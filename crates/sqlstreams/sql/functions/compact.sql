@@ -64,6 +64,8 @@ BEGIN
         RETURN;
     END IF;
     floor := compact_floor(p_stream);
+    -- Partitions that are leaving are retention's.
+    p_after := greatest(p_after, s.first_id - 1);
     EXECUTE format('SELECT id FROM %I WHERE id > $1 AND id <= $2 ORDER BY id LIMIT 1', 'message_log_' || p_stream) INTO first USING p_after, floor;
     IF first IS NULL THEN
         upto := greatest(p_after, floor);

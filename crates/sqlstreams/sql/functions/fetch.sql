@@ -65,8 +65,8 @@ BEGIN
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;
 END $$;
 
--- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Ids for which
--- there is no message are left out. superseded: p_group wants only what is newest, and that is not; it comes without payload and is finished.
+-- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Those whose partition has
+-- left are looked up in the archive (archive.sql). Ids for which there is no message are left out. superseded: p_group wants only what is newest, and that is not; it comes without payload and is finished.
 CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement, p_group bigint DEFAULT NULL)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval, superseded boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
@@ -83,8 +83,9 @@ BEGIN
          FROM (SELECT m.*, %s AS superseded, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
                       sum(coalesce(pg_column_size(m.payload), 0)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(m.payload), 0) AS bytes_before
                FROM unnest($1) AS u(id)
-               CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
-         WHERE bytes_before < $4 ORDER BY id', CASE WHEN newest THEN superseded(p_stream, 'm', lowest) ELSE 'false' END, 'message_log_' || p_stream)
+               CROSS JOIN LATERAL (SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %I WHERE id = u.id AND id >= $2 AND id <= $3
+                                   UNION ALL SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %I WHERE id = u.id LIMIT 1) AS m) AS m
+         WHERE bytes_before < $4 ORDER BY id', CASE WHEN newest THEN superseded(p_stream, 'm', lowest) ELSE 'false' END, 'message_log_' || p_stream, 'message_archive_' || p_stream)
         USING p_ids, lowest, (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes, now;
 END $$;
 

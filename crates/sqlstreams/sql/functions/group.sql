@@ -25,7 +25,7 @@ CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURN
 LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     size bigint := (require_stream(p_stream)).partition_size;
-    lo   bigint := 0;                              -- everything at or below is older
+    lo   bigint := (require_stream(p_stream)).first_id - 1;   -- everything at or below is older, or gone
     hi   bigint := log_head(p_stream) + 1;         -- from here on nothing is older
     mid  bigint;
     seen record;
@@ -53,7 +53,7 @@ BEGIN
     RETURN mid;
 END $$;
 
--- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults. p_bindings: see
+-- Creates a group that starts after p_after (0: the beginning), or with the lowest id that is kept, if that is above it. Settings not given take the table's defaults. p_bindings: see
 -- set_bindings; they hold for the whole log.
 CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
@@ -85,7 +85,7 @@ BEGIN
     END IF;
     PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
                         p_max_in_flight, p_rate_limit, p_transactional, p_newest_only);
-    EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
+    EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, greatest(p_after, hold_first_id(p_stream) - 1);
     IF p_bindings IS NOT NULL AND normal_bindings(p_bindings) <> '[]' THEN
         PERFORM add_binding_set(p_stream, g, 0, normal_bindings(p_bindings));
     END IF;

@@ -137,7 +137,7 @@ DECLARE
     name    text;
     failed  boolean := false;
 BEGIN
-    FOREACH name IN ARRAY ARRAY['partitions', 'schedules', 'seal', 'keys', 'groups', 'compact', 'reclaim'] LOOP
+    FOREACH name IN ARRAY ARRAY['partitions', 'schedules', 'seal', 'keys', 'groups', 'compact', 'reclaim', 'retention', 'archive'] LOOP
         started := clock_timestamp();
         BEGIN
             RETURN QUERY EXECUTE format(

@@ -19,7 +19,10 @@ BEGIN
         SELECT c.oid, c.relname, c.relowner, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages
         FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
         WHERE i.inhparent = to_regclass(format('%I', 'message_log_' || p_stream))
+          AND NOT i.inhdetachpending
           AND (substring(c.relname FROM '_p(\d+)$')::bigint + 1) * s.partition_size - 1 <= settled
+          -- Those that are leaving need none.
+          AND (substring(c.relname FROM '_p(\d+)$')::bigint + 1) * s.partition_size - 1 >= s.first_id
         ORDER BY substring(c.relname FROM '_p(\d+)$')::bigint
     LOOP
         bytes := pg_table_size(leaf.oid);

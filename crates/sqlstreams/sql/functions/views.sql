@@ -25,7 +25,7 @@ END $$;
 
 CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
-               open_leases bigint, ready bigint, inflight bigint, deferred bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision, mode text, expired bigint, superseded bigint)
+               open_leases bigint, ready bigint, inflight bigint, deferred bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision, mode text, expired bigint, superseded bigint, dropped bigint)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -35,7 +35,7 @@ BEGIN
         -- Per group and newest generation first: anything that looked at the tables as a whole would walk dead rows.
         RETURN QUERY EXECUTE format(
             'SELECT $1, g.name, $2, g.id, c.claimed, least(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
-                    l.open, e.ready, e.inflight, e.deferred, e.dead, g.paused, g.max_in_flight, g.rate_limit, g.mode, coalesce(t.expired, 0), coalesce(t.superseded, 0)
+                    l.open, e.ready, e.inflight, e.deferred, e.dead, g.paused, g.max_in_flight, g.rate_limit, g.mode, coalesce(t.expired, 0), coalesce(t.superseded, 0), coalesce(t.dropped, 0)
              FROM consumer_group AS g
              LEFT JOIN group_tally AS t ON t.group_id = g.id
              CROSS JOIN (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS head FROM %4$I) AS h

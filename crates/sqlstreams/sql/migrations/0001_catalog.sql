@@ -16,11 +16,27 @@ CREATE TABLE stream (
     idempotency_window interval NOT NULL DEFAULT '24 hours' CHECK (idempotency_window BETWEEN '5 minutes' AND '365 days'),
     -- only the newest message of each key is kept for good: see functions/current.sql and compact.sql
     compacted      boolean NOT NULL DEFAULT false,
+    -- How long messages are kept, NULL for ever: see functions/retention.sql. The newest messages within a limit are kept; a partition that lies beyond
+    -- one of the limits goes, once every group has resolved it or at once with drop_unread.
+    retain_for     interval CHECK (retain_for BETWEEN '1 second' AND '1000 years'),
+    retain_bytes   bigint CHECK (retain_bytes >= 1),
+    -- in ids
+    retain_count   bigint CHECK (retain_count >= 1),
+    -- what every group has resolved goes
+    retain_resolved boolean NOT NULL DEFAULT false,
+    drop_unread    boolean NOT NULL DEFAULT false,
+    -- how long dead letters are kept
+    retain_dead_for interval CHECK (retain_dead_for BETWEEN '1 second' AND '1000 years'),
+    -- The lowest id that is kept: below it the log is gone, or about to go. It only grows, under FOR UPDATE of this row, and nobody's cursor is put below
+    -- it: who moves one back, or creates one, reads it under FOR KEY SHARE (hold_first_id) and begins at first_id if that is higher.
+    first_id       bigint NOT NULL DEFAULT 1,
+    -- message_archive_<id> may hold something
+    archived       boolean NOT NULL DEFAULT false,
     created_at     timestamptz NOT NULL DEFAULT now(),
     -- groups that show no sign of life for so long are dropped; NULL: never. See functions/group_expiry.sql
     group_expiry   interval CHECK (group_expiry BETWEEN '1 hour' AND '3650 days')
 );
-COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>.';
+COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>, message_archive_<id>.';
 
 CREATE TABLE consumer_group (
     id              bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -75,7 +91,9 @@ CREATE TABLE group_tally (
     -- before a handler could have them
     expired    bigint NOT NULL DEFAULT 0,
     -- while they waited for another attempt, in groups that want only what is newest
-    superseded bigint NOT NULL DEFAULT 0
+    superseded bigint NOT NULL DEFAULT 0,
+    -- ids that retention took before the group had claimed them, of a stream with drop_unread
+    dropped    bigint NOT NULL DEFAULT 0
 ) WITH (fillfactor = 50);
 
 -- What of its stream is for a group: the latest version for ids above its after_id, the one before for those below, and so on.
@@ -121,10 +139,31 @@ CREATE TABLE log_partition (
     made_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
     -- when maintenance first saw that every id of it is final: to_id <= settled. Each of its messages was visible to everybody by then. NULL: not yet
     sealed_at timestamptz,
-    -- attached, or a stage of leaving
-    state     text NOT NULL DEFAULT 'attached',
+    -- attached, or a stage of leaving. leaving: its ids are below the stream's first_id, and what is still referred to is being copied; archived: that is done, nobody
+    -- needs the leaf any more. The row goes with the leaf. Whether that is attached still, pg_inherits says.
+    state     text NOT NULL DEFAULT 'attached' CHECK (state IN ('attached', 'leaving', 'archived')),
+    -- since it is not attached any more
+    leaving_at timestamptz,
+    -- up to which group, and message of it, what is referred to has been copied
+    copied_group bigint NOT NULL DEFAULT 0,
+    copied_to bigint NOT NULL DEFAULT 0,
+    -- what it takes on disk with indexes and TOAST, as of when retention needed to know; of streams with retain_bytes
+    bytes     bigint,
     PRIMARY KEY (stream_id, number)
 );
+CREATE INDEX log_partition_leaving ON log_partition (stream_id, number) WHERE state <> 'attached';
+
+-- What keeps retention from doing what a stream asks for. Written when that changes.
+CREATE TABLE retention_hold (
+    stream_id bigint PRIMARY KEY REFERENCES stream ON DELETE CASCADE,
+    -- group: one has not resolved what is to go. detach: somebody has the log, or an old snapshot, open. privilege: whoever does the upkeep is not the owner of the tables
+    reason    text NOT NULL CHECK (reason IN ('group', 'detach', 'privilege')),
+    group_id  bigint REFERENCES consumer_group ON DELETE CASCADE,
+    since     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    -- for people
+    detail    text
+);
+CREATE INDEX retention_hold_group ON retention_hold (group_id);
 CREATE INDEX log_partition_unsealed ON log_partition (stream_id, number) WHERE sealed_at IS NULL;
 
 -- How fast ids of a stream are drawn. A row is written only while the stream moves: at most once a minute, and when the rate has risen by a quarter.

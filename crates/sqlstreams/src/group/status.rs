@@ -40,6 +40,9 @@ pub struct GroupStatus {
     /// The same of messages that were to be tried again when a newer one of their key had come: see
     /// [`newest_only`](crate::GroupBuilder::newest_only).
     pub superseded: i64,
+    /// How many ids of the stream [retention](crate::Retention::drop_unread) took before the group had claimed them: an upper bound of the messages
+    /// that it never saw.
+    pub dropped: i64,
     /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
@@ -111,6 +114,7 @@ impl GroupStatus {
             expired: row.get(21),
             superseded: row.get(22),
             expires_at: row.get(23),
+            dropped: row.get(24),
         })
     }
 }

@@ -33,7 +33,7 @@ const PASSES: usize = 10_000;
 /// The upkeep of an installation: from [`Client::maintenance`].
 ///
 /// Partitions of all streams are made ahead, for ten minutes at the highest rate that was seen and at least three of them; idempotency keys that have outlived
-/// their window are removed; [compacted](crate::StreamBuilder::compacted) streams are compacted, and their space is given back. Every process that consumes
+/// their window are removed; [compacted](crate::StreamBuilder::compacted) streams are compacted, and their space is given back; messages that a stream's [`Retention`](crate::Retention) does not keep go. Every process that consumes
 /// does so by itself, unless [told not to](crate::ClientBuilder::maintenance): of all of them one at a time, under a lease that another takes over within seconds
 /// when it dies. This is for doing it where nothing is consumed, and for looking at it.
 ///
@@ -62,7 +62,7 @@ impl fmt::Debug for Maintenance {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepRun {
-    /// Which: `partitions`, `schedules`, `seal`, `keys`, `groups`, `compact` or `reclaim`.
+    /// Which: `partitions`, `schedules`, `seal`, `keys`, `groups`, `compact`, `reclaim`, `retention` or `archive`.
     pub step: &'static str,
     /// Of which stream; `None`: of the whole installation.
     pub stream: Option<String>,

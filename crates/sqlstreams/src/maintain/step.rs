@@ -11,8 +11,7 @@ use tokio_postgres::types::ToSql;
 use crate::client::{BEGIN, BOOKKEEPING, Client, answered, transact};
 use crate::error::{Error, ErrorKind, Result};
 use crate::queries::Query;
-use crate::reclaim;
-use crate::schedule;
+use crate::{reclaim, retention, schedule};
 
 /// How long one statement may take.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -51,6 +50,10 @@ pub(super) enum Step {
     Compact,
     /// The space of those.
     Reclaim,
+    /// Partitions that are old enough to go.
+    Retention,
+    /// Dead letters that are, and archived messages that nothing refers to any more.
+    Archive,
 }
 
 /// What a step did, if it did not fail.
@@ -69,7 +72,7 @@ pub(super) struct Done {
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 9] = [
         Self::Partitions,
         Self::Schedules,
         Self::Seal,
@@ -77,6 +80,8 @@ impl Step {
         Self::Groups,
         Self::Compact,
         Self::Reclaim,
+        Self::Retention,
+        Self::Archive,
     ];
 
     pub(super) fn name(self) -> &'static str {
@@ -88,6 +93,8 @@ impl Step {
             Self::Groups => "groups",
             Self::Compact => "compact",
             Self::Reclaim => "reclaim",
+            Self::Retention => "retention",
+            Self::Archive => "archive",
         }
     }
 
@@ -116,6 +123,8 @@ impl Step {
             Self::Groups => groups(client, stream).await,
             Self::Compact => compact(client, stream).await,
             Self::Reclaim => reclaim(client, stream).await,
+            Self::Retention => retention(client, stream).await,
+            Self::Archive => archive(client, stream).await,
         }
     }
 }
@@ -260,6 +269,21 @@ async fn reclaim(client: &Client, stream: i64) -> Result<Done> {
     }
     memory.insert("tries".to_owned(), tries.into());
     Ok(Done { next: Some(PAUSE), memory: Some(memory), ..Done::default() })
+}
+
+async fn retention(client: &Client, stream: i64) -> Result<Done> {
+    let ended = retention::let_go(client, stream).await?;
+    Ok(Done { more: ended.more, next: Some(ended.next), ..Done::default() })
+}
+
+async fn archive(client: &Client, stream: i64) -> Result<Done> {
+    let mut memory = remembered(client, Step::Archive, stream).await?;
+    let mut place = retention::Place::from_memory(&memory);
+    let ended = retention::tidy(client, stream, &mut place).await?;
+    let old = std::mem::replace(&mut memory, place.to_memory());
+    // It is written down only when it has changed.
+    let memory = (memory != old).then_some(memory);
+    Ok(Done { more: ended.more, next: Some(ended.next), memory, ..Done::default() })
 }
 
 /// What a step said it wants to know.

@@ -79,6 +79,7 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "dead": group.dead,
         "expired": group.expired,
         "superseded": group.superseded,
+        "dropped": group.dropped,
         "paused": group.paused,
         "expires_at": group.expires_at.map(time),
         "max_in_flight": group.max_in_flight,

@@ -5,6 +5,8 @@ mod compact;
 mod create;
 mod drop;
 mod list;
+mod retain;
+pub(crate) mod retention;
 mod show;
 
 use clap::Subcommand;
@@ -26,6 +28,8 @@ pub(crate) enum StreamCommand {
     Alter(alter::AlterArgs),
     /// Remove what newer messages have superseded in a compacted stream
     Compact(compact::CompactArgs),
+    /// Let old messages go now, as the stream's retention says
+    Retain(retain::RetainArgs),
     /// Drop a stream with all its messages and groups
     Drop(drop::DropArgs),
 }
@@ -37,6 +41,7 @@ pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Re
         StreamCommand::Show(args) => show::run(args, context).await,
         StreamCommand::Alter(args) => alter::run(args, context).await,
         StreamCommand::Compact(args) => compact::run(args, context).await,
+        StreamCommand::Retain(args) => retain::run(args, context).await,
         StreamCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -54,5 +59,7 @@ fn to_json(stream: &StreamInfo) -> Value {
         "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
         "compacted": stream.compacted,
         "group_expiry_seconds": stream.group_expiry.map(|after| after.as_secs_f64()),
+        "first_id": stream.first_id,
+        "retention": retention::to_json(stream),
     })
 }
