@@ -40,6 +40,8 @@ pub struct GroupStatus {
     /// The same of messages that were to be tried again when a newer one of their key had come: see
     /// [`newest_only`](crate::GroupBuilder::newest_only).
     pub superseded: i64,
+    /// How many ids are handed out once more, or still to be: see [`Group::replay`](crate::Group::replay).
+    pub replaying: i64,
     /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
@@ -108,6 +110,7 @@ impl GroupStatus {
             newest_only: row.get(20),
             expired: row.get(21),
             superseded: row.get(22),
+            replaying: row.get(23),
         })
     }
 }
