@@ -148,4 +148,6 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/replay.md")]
+    struct Replay;
 }

@@ -16,6 +16,7 @@ mod help;
 mod kept;
 mod names;
 mod produce;
+mod replay;
 mod settings;
 mod signals;
 mod streams;
