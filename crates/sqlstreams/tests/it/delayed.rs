@@ -273,7 +273,7 @@ async fn each_message_enters_the_log_once_whatever_happens_to_its_movers() {
     let mut cancelled = Vec::new();
     let producer = stream.producer();
     let deadline = Instant::now() + Duration::from_secs(120);
-    let mut numbers = Vec::new();
+    let mut numbers: Vec<i64> = Vec::new();
     // Until enough movers were killed, however few of them a busy machine lets be in the middle of a move.
     while numbers.len() < MESSAGES || kills.load(Ordering::SeqCst) < 5 {
         assert!(Instant::now() < deadline, "only {} movers were killed", kills.load(Ordering::SeqCst));
