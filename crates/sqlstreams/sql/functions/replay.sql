@@ -60,7 +60,7 @@ BEGIN
     END IF;
     PERFORM require_that(coalesce(cardinality(c.replays), 0) < 16, format('16 replays of group %s wait already', quote_ident(g.name)), 'Ask again when one has ended, or cancel some.');
 
-    condition := (SELECT string_agg(format('(%s)', x), ' AND ') FROM unnest(ARRAY[bindings_condition(latest_bindings(p_group)), bindings_condition(bindings)]) AS x WHERE x IS NOT NULL);
+    condition := (SELECT string_agg(format('(%s)', x), ' AND ') FROM unnest(ARRAY[bindings_condition(latest_bindings(p_group)), CASE WHEN bindings IS NOT NULL THEN bindings_condition(bindings) END]) AS x WHERE x IS NOT NULL);
     INSERT INTO replay AS r (group_id, from_id, upto_id, bindings, condition) VALUES (p_group, from_id, upto_id, bindings, condition) RETURNING r.id INTO replay;
     c.replays := c.replays || (replay, from_id, upto_id)::group_replay;
     PERFORM save_cursor(p_stream, p_group, c);

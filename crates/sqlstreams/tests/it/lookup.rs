@@ -29,8 +29,8 @@ async fn random_log(db: &Db, random: &mut Rng) -> i64 {
         let pace = [0.0, 0.001, 0.5, 40.0][random.usize(0..4)];
         let sql = format!(
             "INSERT INTO sqlstreams.message_log_{stream} (id, payload, produced_at) OVERRIDING SYSTEM VALUE
-             SELECT id, '1', 'epoch'::timestamptz + make_interval(secs => $3 + (id - $1) * $4 + random() * 4)
-             FROM generate_series($1, $2) AS id WHERE random() < 0.8"
+             SELECT id, '1', 'epoch'::timestamptz + make_interval(secs => $3::float8 + (id - $1::bigint) * $4::float8 + random() * 4)
+             FROM generate_series($1::bigint, $2::bigint) AS id WHERE random() < 0.8"
         );
         db.execute(&sql, &[&next, &(next + many - 1), &second, &pace]).await.unwrap();
         next += many;

@@ -112,7 +112,7 @@ async fn consumers_drain_a_replay_through_failures_and_kills() {
                     let client = Client::connect(&url).await.unwrap();
                     let stream = client.stream::<u64>("s").open().await.unwrap();
                     let consumer = stream.group("g").consumer().concurrency(4).stop_on(stop);
-                    consumer.run(async |message: Delivery<u64>| {
+                    consumer.run(move |message: Delivery<u64>| { let (begun, ended) = (begun.clone(), ended.clone()); async move {
                         *begun.lock().unwrap().entry(message.id).or_default() += 1;
                         tokio::time::sleep(Duration::from_millis(2)).await;
                         // Each hundredth fails twice, each thousandth always.
@@ -121,7 +121,7 @@ async fn consumers_drain_a_replay_through_failures_and_kills() {
                         }
                         *ended.lock().unwrap().entry(message.id).or_default() += 1;
                         Ok(())
-                    }).await
+                    }}).await
                 })
             }).collect();
             if round < 3 {
