@@ -15,12 +15,18 @@ fn a_group_is_moved_when_that_is_confirmed() {
     let seek = |args: &[&str]| [&["group", "seek", "orders", "g"], args].concat();
     bench.run(&seek(&["3"])).assert_error(2, &["to after id 2", "up to 2 messages again", "--yes"]);
     let text = bench.ok(&seek(&["3", "--preview"]));
-    assert!(text.contains("would move group \"g\"") && text.contains("up to 2 messages again"), "{text}");
+    assert!(
+        text.contains("would move group \"g\"") && text.contains("up to 2 messages again"),
+        "{text}"
+    );
     let preview = bench.json(&seek(&["3", "--preview"]));
     assert_eq!((&preview["moved"], &preview["after"]), (&json!(false), &json!(2)));
     assert_eq!(bench.json(&["group", "show", "orders", "g"])["claimed"], 4);
     let moved = bench.json(&seek(&["3", "--yes"]));
-    assert_eq!((&moved["moved"], &moved["before"], &moved["repeated"]), (&json!(true), &json!(4), &json!(2)));
+    assert_eq!(
+        (&moved["moved"], &moved["before"], &moved["repeated"]),
+        (&json!(true), &json!(4), &json!(2))
+    );
     assert_eq!(consume(&bench), 2);
     bench.ok(&seek(&["beginning", "--yes", "--repeat-dead"]));
     let text = bench.ok(&seek(&["latest", "--yes", "--drop-unfinished"]));

@@ -39,8 +39,8 @@ BEGIN
     END LOOP;
 END $$;
 
--- Two ids next to each other in the log: at or below lower the last message is older than p_at (0: there is none), from upper on the first is not
--- (the head + 1: there is none).
+-- Two ids next to each other in the log: lower is of a message older than p_at (or the one before the lowest that the log may have), and the first message from upper on
+-- is not older, if there is one.
 CREATE OR REPLACE FUNCTION bisect_log(p_stream bigint, p_at timestamptz, OUT lower bigint, OUT upper bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -61,14 +61,18 @@ BEGIN
     END LOOP;
 END $$;
 
--- The lowest id of a message produced at or after p_at (none: the head + 1), and the highest of one produced before it (none: the one before the
--- lowest that the log may have). Where more than a million ids lie in the margin, they are not read, and both are on the safe side: first_from too low, last_before too high.
+-- The lowest id of a message produced at or after p_at (none: the one after the last message), and the highest of one produced before it (none: the one before the
+-- lowest that the log may have). An id that is missing while somebody writes to the log may be of a message that is not committed yet: first_from
+-- does not lie beyond one in the margin. Where more than a million ids lie in the margin, they are not read, and both are on the safe side: first_from too low, last_before too high.
 CREATE OR REPLACE FUNCTION time_edge(p_stream bigint, p_at timestamptz, OUT first_from bigint, OUT last_before bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     -- Everything up to here is older, and nothing from there on.
     below bigint := (SELECT lower FROM bisect_log(p_stream, p_at - clock_margin()));
     above bigint := (SELECT upper FROM bisect_log(p_stream, p_at + clock_margin()));
+    -- Before the rows are read: what a writer that has ended meanwhile has written is seen.
+    open  boolean := cardinality(log_writers(p_stream)) > 0;
+    whole bigint;
 BEGIN
     first_from := below + 1;
     last_before := above - 1;
@@ -78,6 +82,11 @@ BEGIN
         EXECUTE format('SELECT id FROM %I WHERE id > $1 AND id < $2 AND produced_at < $3 ORDER BY id DESC LIMIT 1', 'message_log_' || p_stream)
             INTO last_before USING below, above, p_at;
         first_from := coalesce(first_from, above);
+        IF open THEN
+            EXECUTE format('SELECT max(id) FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM %I WHERE id > $1 AND id < $2) AS x WHERE id = $1 + n', 'message_log_' || p_stream)
+                INTO whole USING below, first_from;
+            first_from := coalesce(whole, below) + 1;
+        END IF;
         last_before := coalesce(last_before, below);
     END IF;
 END $$;

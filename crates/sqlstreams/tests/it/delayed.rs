@@ -276,7 +276,11 @@ async fn each_message_enters_the_log_once_whatever_happens_to_its_movers() {
     let mut numbers: Vec<i64> = Vec::new();
     // Until enough movers were killed, however few of them a busy machine lets be in the middle of a move.
     while numbers.len() < MESSAGES || kills.load(Ordering::SeqCst) < 5 {
-        assert!(Instant::now() < deadline, "only {} movers were killed", kills.load(Ordering::SeqCst));
+        assert!(
+            Instant::now() < deadline,
+            "only {} movers were killed",
+            kills.load(Ordering::SeqCst)
+        );
         let first = numbers.len() as i64;
         let chunk: Vec<i64> = (first..first + 100).collect();
         numbers.extend(&chunk);

@@ -45,7 +45,8 @@ async fn random_log(db: &Db, random: &mut Rng) -> i64 {
 #[tokio::test]
 async fn both_edges_of_a_time_are_found_whatever_the_log_looks_like() {
     let (_client, db) = client().await;
-    let seed = std::env::var("SQLSTREAMS_SEED").map_or_else(|_| fastrand::u64(..), |s| s.parse().unwrap());
+    let seed =
+        std::env::var("SQLSTREAMS_SEED").map_or_else(|_| fastrand::u64(..), |s| s.parse().unwrap());
     println!("SQLSTREAMS_SEED={seed}");
     let mut random = Rng::with_seed(seed);
     db.batch_execute("SET search_path = sqlstreams").await.unwrap();
@@ -59,15 +60,18 @@ async fn both_edges_of_a_time_are_found_whatever_the_log_looks_like() {
                  UNION ALL SELECT 'epoch'::timestamptz + make_interval(secs => random() * 40000 - 10) FROM generate_series(1, 8)
                  UNION ALL VALUES ('-infinity'::timestamptz), (now()))
              SELECT t.at::text, e.first_from, e.last_before, position_at({stream}, t.at),
-                    (SELECT coalesce(min(id), stream_head({stream}) + 1) FROM message_log_{stream} WHERE produced_at >= t.at),
+                    -- As a hole before it is as good a place as the message itself.
+                    (SELECT min(id) FROM message_log_{stream} WHERE produced_at >= t.at),
+                    (SELECT min(id) FROM message_log_{stream} WHERE id >= e.first_from),
                     (SELECT coalesce(max(id), 0) FROM message_log_{stream} WHERE produced_at < t.at)
              FROM times AS t, time_edge({stream}, t.at) AS e"
         );
         for row in db.query(&sql, &[]).await.unwrap() {
             let at: &str = row.get(0);
-            let found: (i64, i64, i64) = (row.get(1), row.get(2), row.get(3));
-            let (first, last): (i64, i64) = (row.get(4), row.get(5));
-            assert_eq!(found, (first, last, first - 1), "{at} in stream {stream}, seed {seed}");
+            let (first, last, position): (i64, i64, i64) = (row.get(1), row.get(2), row.get(3));
+            let place = format!("{at} in stream {stream}, seed {seed}");
+            assert_eq!(row.get::<_, Option<i64>>(5), row.get::<_, Option<i64>>(4), "{place}");
+            assert_eq!((last, position), (row.get::<_, i64>(6), first - 1), "{place}");
             edges += 1;
         }
     }
@@ -86,7 +90,11 @@ async fn a_clock_that_was_set_back_does_not_confuse_a_look_up_for_ever() {
     .await
     .unwrap();
     // 1970-01-01 00:06:00 is at ids 360 and 660.
-    let at = count(&db, "SELECT sqlstreams.position_at(1, 'epoch'::timestamptz + interval '360 seconds')").await;
+    let at = count(
+        &db,
+        "SELECT sqlstreams.position_at(1, 'epoch'::timestamptz + interval '360 seconds')",
+    )
+    .await;
     assert!(at == 359 || at == 659, "{at}");
 }
 
@@ -108,7 +116,9 @@ async fn a_look_up_reads_little_however_long_the_log_is() {
         let before = count(&db, blocks).await;
         for i in 0..10 {
             let second = upto * i;
-            let sql = format!("SELECT sqlstreams.position_at(1, 'epoch'::timestamptz + make_interval(secs => {second}))");
+            let sql = format!(
+                "SELECT sqlstreams.position_at(1, 'epoch'::timestamptz + make_interval(secs => {second}))"
+            );
             let found = count(&db, &sql).await;
             assert_eq!(found, (second / 10 - 1).max(0));
         }
@@ -117,6 +127,29 @@ async fn a_look_up_reads_little_however_long_the_log_is() {
     }
     println!("{reads:?} blocks for 10 look-ups");
     assert!(reads[1] < reads[0] * 3, "{reads:?}");
+}
+
+/// Messages that are not committed yet may be of that time, too: the place lies before them.
+#[tokio::test]
+async fn what_is_not_committed_yet_is_not_passed_over() {
+    let url = crate::support::database().await;
+    let plain = crate::plain::installed(&url).await;
+    plain.produce(5).await;
+    plain.db.batch_execute("UPDATE sqlstreams.message_log_1 SET produced_at = produced_at - interval '1 hour' WHERE id <= 3").await.unwrap();
+    let writer = plain.again(&url).await;
+    writer.db.batch_execute("BEGIN").await.unwrap();
+    assert_eq!(writer.produce(1).await, [6]);
+    plain.produce(2).await;
+    let at = "(SELECT produced_at FROM sqlstreams.message_log_1 WHERE id = 7)";
+    let position = format!("SELECT sqlstreams.position_at(1, {at})");
+    assert_eq!(count(&plain.db, &position).await, 5);
+    writer.db.batch_execute("COMMIT").await.unwrap();
+    assert_eq!(count(&plain.db, &position).await, 6);
+    // Nobody writes: a hole is a hole.
+    plain.burn(1).await;
+    plain.produce(1).await;
+    let at = "(SELECT produced_at FROM sqlstreams.message_log_1 WHERE id = 10)";
+    assert_eq!(count(&plain.db, &format!("SELECT sqlstreams.position_at(1, {at})")).await, 9);
 }
 
 /// A group begins where it is told by a time, by the server's clock.
@@ -131,6 +164,7 @@ async fn a_group_begins_at_a_time() {
     let at = SystemTime::now() - Duration::from_secs(60 * 95 + 30);
     let group = stream.group("g").start(Start::Time(at)).create().await.unwrap();
     assert_eq!(group.status().await.unwrap().claimed, 4);
-    let future = stream.group("h").start(Start::Time(SystemTime::now() + Duration::from_secs(3_600)));
+    let future =
+        stream.group("h").start(Start::Time(SystemTime::now() + Duration::from_secs(3_600)));
     assert_eq!(future.create().await.unwrap_err().kind(), sqlstreams::ErrorKind::InvalidArgument);
 }

@@ -329,7 +329,10 @@ impl Actor {
 
     async fn cancel(&mut self) -> String {
         // Pieces that were cut off and are given up now are as they were before: resolved.
-        let sql = format!("SELECT pending::text FROM {} WHERE group_id = $1 AND replay IS NOT NULL AND expires_at = '-infinity'", self.plain.leases());
+        let sql = format!(
+            "SELECT pending::text FROM {} WHERE group_id = $1 AND replay IS NOT NULL AND expires_at = '-infinity'",
+            self.plain.leases()
+        );
         let free = self.plain.db.query(&sql, &[&self.plain.group]).await.unwrap();
         let sql = "SELECT sqlstreams.cancel_replay(1, $1)";
         let ids: i64 = self.plain.db.query_one(sql, &[&self.plain.group]).await.unwrap().get(0);

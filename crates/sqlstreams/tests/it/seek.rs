@@ -65,9 +65,14 @@ async fn running_consumers_follow_back_and_forth() {
             eventually(async || *counts.lock().unwrap() == expected && is_idle(&group).await).await;
             let after = random.i64(0..=600);
             let sought = group.seek(Start::Id(after + 1)).run();
-            let sought = if after == 600 { group.seek(Start::Latest).run().await } else { sought.await };
+            let sought =
+                if after == 600 { group.seek(Start::Latest).run().await } else { sought.await };
             let sought = sought.unwrap();
-            assert_eq!((sought.after, sought.repeated, sought.skipped), (after, 600 - after, 0), "{mode} {round}");
+            assert_eq!(
+                (sought.after, sought.repeated, sought.skipped),
+                (after, 600 - after, 0),
+                "{mode} {round}"
+            );
             expected.iter_mut().filter(|(id, _)| **id > after).for_each(|(_, n)| *n += 1);
         }
         eventually(async || *counts.lock().unwrap() == expected && is_idle(&group).await).await;
@@ -103,7 +108,14 @@ async fn what_an_old_lease_says_is_refused() {
     let below = plain.claim(10).await.unwrap();
     let across = plain.claim(10).await.unwrap();
     let failing = plain.claim(3).await.unwrap();
-    assert!(plain.fail(&failing, &[(21, "retry", Some(0.0)), (22, "retry", Some(0.0)), (23, "dead", None)]).await);
+    assert!(
+        plain
+            .fail(
+                &failing,
+                &[(21, "retry", Some(0.0)), (22, "retry", Some(0.0)), (23, "dead", None)]
+            )
+            .await
+    );
     let (token, ids) = plain.claim_exceptions(10, false).await;
     assert_eq!(ids, [21, 22]);
     let sql = "SELECT repeated, skipped, ended_leases, unfinished, restarted, dead FROM sqlstreams.seek(1, $1, p_id => 15)";
@@ -137,10 +149,22 @@ async fn what_an_old_lease_says_is_refused() {
 async fn a_transaction_that_comes_too_late_rolls_back() {
     let url = database().await;
     let plain = installed(&url).await;
-    plain.db.batch_execute(&format!("SELECT sqlstreams.alter_group(1, {}, p_transactional => true)", plain.group)).await.unwrap();
+    plain
+        .db
+        .batch_execute(&format!(
+            "SELECT sqlstreams.alter_group(1, {}, p_transactional => true)",
+            plain.group
+        ))
+        .await
+        .unwrap();
     plain.produce(4).await;
     let old = plain.claim(4).await.unwrap();
-    let settle = |token, id: i64| format!("SELECT sqlstreams.settle_in_transaction(1, {}, '{token}', '{{{id}}}')", plain.group);
+    let settle = |token, id: i64| {
+        format!(
+            "SELECT sqlstreams.settle_in_transaction(1, {}, '{token}', '{{{id}}}')",
+            plain.group
+        )
+    };
     plain.db.batch_execute(&settle(old.token, 1)).await.unwrap();
     plain.db.query("SELECT sqlstreams.seek(1, $1, 'beginning')", &[&plain.group]).await.unwrap();
     let error = plain.db.batch_execute(&settle(old.token, 2)).await.unwrap_err();
@@ -157,22 +181,27 @@ async fn a_transaction_that_comes_too_late_rolls_back() {
 /// Rows in all states on both sides of the place, and what becomes of them.
 #[tokio::test]
 async fn what_becomes_of_exceptions_is_chosen() {
-    for (unfinished, dead) in [("keep", "keep"), ("keep", "repeat"), ("drop", "keep"), ("drop", "repeat")] {
+    for (unfinished, dead) in
+        [("keep", "keep"), ("keep", "repeat"), ("drop", "keep"), ("drop", "repeat")]
+    {
         let url = database().await;
         let plain = installed(&url).await;
         plain.produce(20).await;
         let lease = plain.claim(20).await.unwrap();
         // 1, 11: wait; 2, 12: run; 3, 13: dead; 4, 14: pending in the lease; the others are done.
-        let failed: Vec<_> = [(1, "retry", Some(900.0)), (2, "retry", Some(0.0)), (3, "dead", None)]
-            .into_iter()
-            .flat_map(|(id, outcome, delay)| [(id, outcome, delay), (id + 10, outcome, delay)])
-            .collect();
+        let failed: Vec<_> =
+            [(1, "retry", Some(900.0)), (2, "retry", Some(0.0)), (3, "dead", None)]
+                .into_iter()
+                .flat_map(|(id, outcome, delay)| [(id, outcome, delay), (id + 10, outcome, delay)])
+                .collect();
         assert!(plain.fail(&lease, &failed).await);
         assert_eq!(plain.claim_exceptions(9, false).await.1, [2, 12]);
         assert!(plain.settle(&lease, "{[5,11),[15,21)}").await);
 
         let sql = "SELECT unfinished, restarted, dead FROM sqlstreams.seek(1, $1, p_id => 11, p_unfinished => $2, p_dead => $3, p_preview => $4)";
-        let params = |preview: &'static bool| -> [&(dyn tokio_postgres::types::ToSql + Sync); 4] { [&plain.group, &unfinished, &dead, preview] };
+        let params = |preview: &'static bool| -> [&(dyn tokio_postgres::types::ToSql + Sync); 4] {
+            [&plain.group, &unfinished, &dead, preview]
+        };
         let state = plain.state().await;
         let preview = plain.db.query_one(sql, &params(&true)).await.unwrap();
         assert_eq!(plain.state().await, state, "a preview changes nothing");
@@ -186,14 +215,19 @@ async fn what_becomes_of_exceptions_is_chosen() {
         assert_eq!([plain.exception(1).await, plain.exception(2).await], kept);
         assert_eq!([plain.exception(11).await, plain.exception(12).await], ["gone"; 2]);
         assert_eq!(plain.exception(3).await, "dead a1 d0 l0 r0");
-        assert_eq!(plain.exception(13).await, if dead == "keep" { "dead a1 d0 l0 r0" } else { "gone" });
+        assert_eq!(
+            plain.exception(13).await,
+            if dead == "keep" { "dead a1 d0 l0 r0" } else { "gone" }
+        );
         let mut seen = Vec::new();
         while let Some(lease) = plain.claim(100).await {
             seen.extend(plain.fetch(&lease).await);
             assert!(plain.settle(&lease, "{(,)}").await);
         }
         let expected: Vec<i64> = (1..=20)
-            .filter(|id| *id > 10 && (*id != 13 || dead == "repeat") || *id == 4 && unfinished == "keep")
+            .filter(|id| {
+                *id > 10 && (*id != 13 || dead == "repeat") || *id == 4 && unfinished == "keep"
+            })
             .collect();
         assert_eq!(seen, expected, "{unfinished} {dead}");
         // It runs at once: nothing was counted against it.
@@ -235,7 +269,9 @@ async fn what_is_read_again_is_judged_by_present_bindings() {
     let sql = "INSERT INTO sqlstreams.message_log_1 (payload, routing_key) SELECT '1', CASE n % 2 WHEN 0 THEN 'a' ELSE 'b' END FROM generate_series(1, 40) AS n";
     plain.db.batch_execute(sql).await.unwrap();
     let group = plain.group;
-    let bind = |pattern: &str| format!("SELECT sqlstreams.set_bindings(1, {group}, '[{{\"pattern\": \"{pattern}\"}}]')");
+    let bind = |pattern: &str| {
+        format!("SELECT sqlstreams.set_bindings(1, {group}, '[{{\"pattern\": \"{pattern}\"}}]')")
+    };
     plain.db.batch_execute(&bind("a")).await.unwrap();
     let kept = plain.claim(2).await.unwrap();
     assert_eq!(ids_of(&kept.pending).into_iter().collect::<Vec<_>>(), [2, 4]);
@@ -260,13 +296,22 @@ async fn order_is_kept_from_the_new_place_on() {
     let (client, _db) = client_at(&url).await;
     let stream = client.stream::<u64>("s").create().await.unwrap();
     let payloads: Vec<u64> = (0..200).collect();
-    stream.producer().send_all(payloads.iter().map(|n| Outgoing::new(n).key(format!("k{}", n % 5)))).await.unwrap();
-    let retry = sqlstreams::RetryPolicy::attempts(1_000).backoff(Duration::from_millis(20), 1.0, Duration::from_millis(20));
+    stream
+        .producer()
+        .send_all(payloads.iter().map(|n| Outgoing::new(n).key(format!("k{}", n % 5))))
+        .await
+        .unwrap();
+    let retry = sqlstreams::RetryPolicy::attempts(1_000).backoff(
+        Duration::from_millis(20),
+        1.0,
+        Duration::from_millis(20),
+    );
     let group = stream.group("g").ordered().retry(retry).create().await.unwrap();
     let (blocked, stop) = (Arc::new(AtomicBool::new(true)), CancellationToken::new());
     let seen = Arc::<Mutex<Vec<i64>>>::default();
     let run = {
-        let (blocked, seen, stop, group) = (blocked.clone(), seen.clone(), stop.clone(), group.clone());
+        let (blocked, seen, stop, group) =
+            (blocked.clone(), seen.clone(), stop.clone(), group.clone());
         tokio::spawn(async move {
             let consumer = group.consumer().concurrency(8).stop_on(stop);
             consumer
@@ -321,12 +366,24 @@ async fn every_kind_of_place_is_found_and_told() {
     assert_eq!((preview.before, preview.after, preview.repeated), (100, 40, 60));
     assert_eq!(group.seek(Start::Beginning).run().await.unwrap().after, 0);
     assert_eq!(group.seek(Start::Id(101)).run().await.unwrap().after, 100);
-    for beyond in [Start::Id(102), Start::Time(std::time::SystemTime::now() + Duration::from_secs(3_600))] {
+    for beyond in
+        [Start::Id(102), Start::Time(std::time::SystemTime::now() + Duration::from_secs(3_600))]
+    {
         assert_eq!(group.seek(beyond).run().await.unwrap_err().kind(), ErrorKind::InvalidArgument);
     }
-    for wrong in ["", ", 'end'", ", 'latest', 7", ", 'latest', p_unfinished => 'lose'", ", 'latest', p_dead => NULL"] {
+    for wrong in [
+        "",
+        ", 'end'",
+        ", 'latest', 7",
+        ", 'latest', p_unfinished => 'lose'",
+        ", 'latest', p_dead => NULL",
+    ] {
         let sql = format!("SELECT sqlstreams.seek(1, 1{wrong})");
-        assert_eq!(db.query(&sql, &[]).await.unwrap_err().code().unwrap().code(), "SQ004", "{wrong}");
+        assert_eq!(
+            db.query(&sql, &[]).await.unwrap_err().code().unwrap().code(),
+            "SQ004",
+            "{wrong}"
+        );
     }
     let error = db.query("SELECT sqlstreams.seek(1, 99, 'latest')", &[]).await.unwrap_err();
     assert_eq!(error.code().unwrap().code(), "SQ002");
@@ -360,11 +417,17 @@ async fn tb_134_a_lease_made_in_an_old_transaction_is_no_older_than_it_is() {
     plain.produce(2).await;
     plain.db.batch_execute("BEGIN; SELECT pg_sleep(1.5)").await.unwrap();
     let lease = plain.claim(1).await.unwrap();
-    let left = format!("SELECT count(*) FROM {} WHERE expires_at > clock_timestamp() + interval '14 seconds'", plain.leases());
+    let left = format!(
+        "SELECT count(*) FROM {} WHERE expires_at > clock_timestamp() + interval '14 seconds'",
+        plain.leases()
+    );
     assert_eq!(count(&plain.db, &left).await, 1);
     assert!(plain.fail(&lease, &[(1, "retry", Some(60.0))]).await);
     plain.db.query("SELECT sqlstreams.seek(1, $1, 'latest')", &[&plain.group]).await.unwrap();
     plain.db.batch_execute("COMMIT").await.unwrap();
-    let due = format!("SELECT count(*) FROM {} WHERE due_at > clock_timestamp() + interval '58 seconds'", plain.exceptions());
+    let due = format!(
+        "SELECT count(*) FROM {} WHERE due_at > clock_timestamp() + interval '58 seconds'",
+        plain.exceptions()
+    );
     assert_eq!(count(&plain.db, &due).await, 1);
 }

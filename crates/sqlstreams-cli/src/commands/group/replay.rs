@@ -7,7 +7,9 @@ use sqlstreams::{Binding, ReplayStatus, Start};
 use crate::commands::open_group;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output::{counted, print, print_json, print_table, printable, short_time, table, thousands, time};
+use crate::output::{
+    counted, print, print_json, print_table, printable, short_time, table, thousands, time,
+};
 use crate::values;
 
 const AFTER_HELP: &str = "\
@@ -117,7 +119,11 @@ async fn start(args: ReplayArgs, context: &Context) -> anyhow::Result<()> {
         Start::Beginning => replay,
         Start::Id(id) => replay.from_id(id),
         Start::Time(at) => replay.from(at),
-        _ => return Err(Failure::usage("usage", "a replay cannot begin at the latest message").into()),
+        _ => {
+            return Err(
+                Failure::usage("usage", "a replay cannot begin at the latest message").into()
+            );
+        }
     };
     replay = match args.upto {
         Start::Latest => replay,
@@ -140,12 +146,18 @@ async fn start(args: ReplayArgs, context: &Context) -> anyhow::Result<()> {
         }));
     }
     match range {
-        None => print(format_args!("group {name:?} of stream {stream:?} has claimed nothing of that range")),
+        None => print(format_args!(
+            "group {name:?} of stream {stream:?} has claimed nothing of that range"
+        )),
         Some(range) => {
             let ids = format!("ids {} to {}", thousands(range.from), thousands(range.upto));
             match range.replay {
-                Some(replay) => print(format_args!("replay {replay}: {ids} once more for group {name:?} of stream {stream:?}")),
-                None => print(format_args!("would be {ids} once more for group {name:?} of stream {stream:?}")),
+                Some(replay) => print(format_args!(
+                    "replay {replay}: {ids} once more for group {name:?} of stream {stream:?}"
+                )),
+                None => print(format_args!(
+                    "would be {ids} once more for group {name:?} of stream {stream:?}"
+                )),
             }
         }
     }
@@ -174,7 +186,9 @@ async fn list(args: ListArgs, context: &Context) -> anyhow::Result<()> {
     if replays.is_empty() {
         return print("no replays; `sqlstreams group replay` begins one");
     }
-    let mut rows = table(&["#REPLAY", "#FROM", "#UPTO", "#WAITING", "#LEASED", "STATE", "BEGUN", "BY", "ONLY"]);
+    let mut rows = table(&[
+        "#REPLAY", "#FROM", "#UPTO", "#WAITING", "#LEASED", "STATE", "BEGUN", "BY", "ONLY",
+    ]);
     for replay in &replays {
         let numbers = [replay.replay, replay.from, replay.upto, replay.waiting, replay.leased];
         let state = match (replay.cancelled, replay.waiting + replay.leased) {

@@ -105,11 +105,21 @@ fn describe(sought: &Sought, args: &SeekArgs) -> Vec<String> {
         (sought.repeated, format!("up to {} again", count(sought.repeated, "message"))),
         (sought.skipped, format!("up to {} skipped", count(sought.skipped, "message"))),
         (sought.ended_leases, format!("{} ended", count(sought.ended_leases, "lease"))),
-        (sought.unfinished, format!("{} before it, begun: {unfinished}", count(sought.unfinished, "message"))),
-        (sought.restarted, format!("{} waiting for another attempt: begun anew", count(sought.restarted, "message"))),
+        (
+            sought.unfinished,
+            format!("{} before it, begun: {unfinished}", count(sought.unfinished, "message")),
+        ),
+        (
+            sought.restarted,
+            format!(
+                "{} waiting for another attempt: begun anew",
+                count(sought.restarted, "message")
+            ),
+        ),
         (sought.dead, format!("{}: {dead}", count(sought.dead, "dead letter"))),
     ];
-    let mut lines: Vec<String> = lines.into_iter().filter(|(n, _)| *n > 0).map(|(_, line)| line).collect();
+    let mut lines: Vec<String> =
+        lines.into_iter().filter(|(n, _)| *n > 0).map(|(_, line)| line).collect();
     if lines.is_empty() {
         lines.push("nothing is handed out again, nothing is skipped".to_owned());
     }
