@@ -114,7 +114,10 @@ pub use consume::{
 pub use dead::Exception;
 pub use delayed::Delayed;
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
+pub use group::{
+    Group, GroupBuilder, GroupStatus, Mode, Replay, ReplayStatus, Replaying, RetryPolicy, Seek,
+    Sought, Start,
+};
 pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
@@ -160,4 +163,6 @@ mod pages {
     struct Maintenance;
     #[doc = include_str!("../../../docs/schedules.md")]
     struct Schedules;
+    #[doc = include_str!("../../../docs/replay.md")]
+    struct Replay;
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 62] = [
+const COMMANDS: [&[&str]; 66] = [
     &[],
     &["demo"],
     &["up"],
@@ -31,6 +31,10 @@ const COMMANDS: [&[&str]; 62] = [
     &["group", "bindings", "test"],
     &["group", "pause"],
     &["group", "resume"],
+    &["group", "seek"],
+    &["group", "replay"],
+    &["group", "replay", "list"],
+    &["group", "replay", "cancel"],
     &["group", "drop"],
     &["dead", "list"],
     &["dead", "show"],
@@ -133,6 +137,8 @@ fn values_may_begin_with_a_minus() {
         (&["consume", "s", "-g", "g", "--timeout", "-1s"], "longer than nothing"),
         (&["consume", "s", "-g", "g", "--max-attempts", "-1"], "not in 1.."),
         (&["group", "create", "s", "g", "--backoff-cap", "-1s"], "longer than nothing"),
+        (&["group", "seek", "s", "g", "-1"], "ids begin at 1"),
+        (&["group", "replay", "s", "g", "--upto", "-1"], "ids begin at 1"),
         (&["group", "create", "s", "g", "--max-in-flight", "-1"], "-1 is not in"),
         (&["stream", "create", "s", "--idempotency-window", "-1d"], "longer than nothing"),
         (&["stream", "compact", "s", "--min-age", "-1s"], "longer than nothing"),

@@ -17,6 +17,7 @@ mod kept;
 mod maintain;
 mod names;
 mod produce;
+mod replay;
 mod schedules;
 mod settings;
 mod signals;

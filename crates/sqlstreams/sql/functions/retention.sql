@@ -16,14 +16,14 @@
 --   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as well.
 --   * The parent is locked SHARE UPDATE EXCLUSIVE at most: neither producers nor readers wait, and the fence does not take it for a writer.
 
--- How far every group of a stream has resolved, and whose that is; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
+-- How far every group of a stream has resolved, and whose that is; NULLs without groups. What is yet to be replayed is not. In one statement, since a claim moves ids from the cursor to a lease.
 CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, OUT resolved bigint, OUT group_id bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
-        'SELECT least(c.claimed, l.lowest - 1), g.id
+        'SELECT least(c.claimed, l.lowest - 1, (SELECT min(r.next_id) - 1 FROM unnest(c.replays) AS r)), g.id
          FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
          CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
          WHERE g.stream_id = $1 ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
         INTO resolved, group_id USING p_stream;

@@ -70,6 +70,9 @@ BEGIN
              -- of ordered groups, and of fair ones
              cohorts     lane_cohort[],
              waiters     lane_waiter[],
+             -- after a seek, and while something is replayed
+             reread_to   bigint,
+             replays     group_replay[],
              PRIMARY KEY (group_id, generation)
          ) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000,
                  autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
@@ -84,6 +87,8 @@ BEGIN
              holder     uuid,
              -- of ordered and fair ones: the lanes it is for
              lanes      bigint,
+             -- which replay it is a piece of, if of one
+             replay     bigint,
              pending    int8multirange NOT NULL,
              expires_at timestamptz NOT NULL,
              reclaims   int    NOT NULL DEFAULT 0,

@@ -110,6 +110,22 @@ CREATE TABLE binding_set (
     PRIMARY KEY (group_id, version)
 );
 
+-- Ranges of the log that a group is handed out once more, or was: see functions/replay.sql. How far each is stands in the group's cursor.
+CREATE TABLE replay (
+    id         bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    group_id   bigint NOT NULL REFERENCES consumer_group ON DELETE CASCADE,
+    from_id    bigint NOT NULL,
+    upto_id    bigint NOT NULL,
+    -- only messages that one of these matches; NULL: all
+    bindings   jsonb,
+    -- they and the bindings that the group had, as SQL over the columns of the log; NULL: every message of the range
+    condition  text,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    created_by text NOT NULL DEFAULT session_user,
+    cancelled_at timestamptz
+);
+CREATE INDEX replay_group ON replay (group_id, id);
+
 -- The fence of a stream: how far its log is final. See functions/fence.sql.
 -- Rotated like the cursor: the newest generation counts.
 CREATE TABLE stream_fence (
@@ -320,6 +336,12 @@ CREATE TYPE lane_wish AS (
     shares double precision[],
     most   bigint
 );
+-- A replay as far as it has not been handed out: the ids from next_id to upto_id.
+CREATE TYPE group_replay AS (
+    id      bigint,
+    next_id bigint,
+    upto_id bigint
+);
 CREATE TYPE group_cursor AS (
     generation  bigint,
     updates     int,
@@ -328,7 +350,11 @@ CREATE TYPE group_cursor AS (
     next_seq    bigint,
     paced_until timestamptz,
     cohorts     lane_cohort[],
-    waiters     lane_waiter[]
+    waiters     lane_waiter[],
+    -- up to here ids above claimed may have exception rows, since somebody went back: see functions/seek.sql
+    reread_to   bigint,
+    -- what is handed out once more, without the cursor: see functions/replay.sql
+    replays     group_replay[]
 );
 CREATE TYPE group_lease AS (
     seq     bigint,

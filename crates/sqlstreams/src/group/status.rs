@@ -43,6 +43,8 @@ pub struct GroupStatus {
     /// How many ids of the stream [retention](crate::Retention::drop_unread) took before the group had claimed them: an upper bound of the messages
     /// that it never saw.
     pub dropped: i64,
+    /// How many ids are handed out once more, or still to be: see [`Group::replay`](crate::Group::replay).
+    pub replaying: i64,
     /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
@@ -115,6 +117,7 @@ impl GroupStatus {
             superseded: row.get(22),
             expires_at: row.get(23),
             dropped: row.get(24),
+            replaying: row.get(25),
         })
     }
 }

@@ -245,6 +245,12 @@ impl<'a> Looking<'a> {
         let mut state = group.state();
         let was_paused = state.paused;
         if let Some(look) = look {
+            if full.is_some() {
+                if look.claimed < state.stood {
+                    state.claimed = 0;
+                }
+                state.stood = look.claimed;
+            }
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
         }

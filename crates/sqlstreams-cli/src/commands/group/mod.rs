@@ -6,6 +6,8 @@ mod create;
 mod drop;
 mod list;
 mod pause;
+mod replay;
+mod seek;
 mod settings;
 mod show;
 
@@ -47,6 +49,9 @@ pub(crate) enum GroupCommand {
     Pause(pause::PauseArgs),
     /// Hand out messages again
     Resume(pause::PauseArgs),
+    /// Move a group to another place of its stream, forward or back
+    Seek(seek::SeekArgs),
+    Replay(replay::ReplayArgs),
     /// Drop a group with its position and its dead letters
     Drop(drop::DropArgs),
 }
@@ -60,6 +65,8 @@ pub(crate) async fn run(command: GroupCommand, context: &Context) -> anyhow::Res
         GroupCommand::Bindings(args) => bindings::run(args, context).await,
         GroupCommand::Pause(args) => pause::pause(args, context).await,
         GroupCommand::Resume(args) => pause::resume(args, context).await,
+        GroupCommand::Seek(args) => seek::run(args, context).await,
+        GroupCommand::Replay(args) => replay::run(args, context).await,
         GroupCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -80,6 +87,7 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "expired": group.expired,
         "superseded": group.superseded,
         "dropped": group.dropped,
+        "replaying": group.replaying,
         "paused": group.paused,
         "expires_at": group.expires_at.map(time),
         "max_in_flight": group.max_in_flight,

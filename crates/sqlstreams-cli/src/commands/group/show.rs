@@ -44,6 +44,10 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
                     thousands(status.superseded)
                 ))?;
             }
+            if status.replaying > 0 {
+                let ids = thousands(status.replaying);
+                print(format_args!("replays  {ids} ids to go, see `group replay list`"))?;
+            }
             match group.bindings().await?.len() {
                 0 => Ok(()),
                 bindings => print(format_args!("bindings {bindings}, see `group bindings`")),
