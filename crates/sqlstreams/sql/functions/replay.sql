@@ -215,19 +215,3 @@ BEGIN
          WHERE r.group_id = $1 ORDER BY r.id DESC', 'consumer_lease_' || p_stream)
         USING p_group, c.first_open, c.replays;
 END $$;
-
--- The lowest id that a replay of the stream may still hand out, NULL if nothing is replayed: what retention and the like have to leave.
-CREATE OR REPLACE FUNCTION replay_floor(p_stream bigint) RETURNS bigint
-LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
-DECLARE
-    lowest bigint;
-BEGIN
-    EXECUTE format(
-        'SELECT min(least(c.lowest, l.lowest))
-         FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT first_open, (SELECT min(r.next_id) FROM unnest(replays) AS r) AS lowest FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
-         CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open AND replay IS NOT NULL) AS l
-         WHERE g.stream_id = $1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO lowest USING p_stream;
-    RETURN lowest;
-END $$;
