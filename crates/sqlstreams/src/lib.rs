@@ -81,8 +81,10 @@ mod connect;
 mod consume;
 mod dead;
 mod delayed;
+mod doctor;
 mod error;
 mod group;
+mod import;
 mod message;
 mod migrate;
 mod name;
@@ -92,6 +94,7 @@ mod payload;
 mod pool;
 mod produce;
 mod queries;
+mod read;
 mod reason;
 mod reclaim;
 mod schema;
@@ -110,8 +113,10 @@ pub use consume::{
 };
 pub use dead::Exception;
 pub use delayed::Delayed;
+pub use doctor::{Doctor, Finding, Severity};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
+pub use import::{Import, Imported};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
 };
@@ -122,6 +127,7 @@ pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, T
 pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
+pub use read::{LogPage, Record};
 pub use reclaim::{Left, Reclaimed};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;

@@ -58,6 +58,9 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/current.sql"),
     include_str!("../sql/functions/compact.sql"),
     include_str!("../sql/functions/reclaim.sql"),
+    include_str!("../sql/functions/read.sql"),
+    include_str!("../sql/functions/import.sql"),
+    include_str!("../sql/functions/doctor.sql"),
     include_str!("../sql/functions/generated.sql"),
 ];
 
@@ -212,6 +215,14 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
             format!("SQLStreams is not installed in schema {} of this database", schema.quoted()),
         )
         .with_hint("Run `sqlstreams migrate`, or check the database and the schema name.")),
+    }
+}
+
+/// Whether the schema is of a later version than this crate's, so that migrating is of no use.
+pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool> {
+    match installed(client, schema).await? {
+        Installed::Version { version, .. } => Ok(version > self::version()),
+        Installed::Nothing => Ok(false),
     }
 }
 

@@ -11,8 +11,7 @@ END $$;
 CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAULT 'json', p_partition_size bigint DEFAULT 1000000, p_notify boolean DEFAULT false, p_idempotency_window interval DEFAULT '24 hours', p_compacted boolean DEFAULT false) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    n    bigint;
-    part text;
+    n bigint;
 BEGIN
     PERFORM require_name('stream', p_name);
     IF p_payload_type IS NULL OR p_payload_type NOT IN ('json', 'jsonb', 'text', 'bytea') THEN
@@ -33,7 +32,19 @@ BEGIN
             USING ERRCODE = 'SQ005', HINT = 'Use it, or choose another name.';
     END IF;
     INSERT INTO stream_fence (stream_id, generation) VALUES (n, 0);
+    PERFORM make_stream_tables(n, p_payload_type, coalesce(p_compacted, false));
+    PERFORM make_stream_functions(n);
+    PERFORM ensure_partitions(n);
+    PERFORM alter_stream(n, p_notify);
+    RETURN n;
+END $$;
 
+-- The tables of one stream, but for the partitions of its log.
+CREATE OR REPLACE FUNCTION make_stream_tables(n bigint, p_payload_type text, p_compacted boolean) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    part text;
+BEGIN
     -- The log. CACHE 1: with a larger cache a session would hold ids that it draws only later, and the fence could
     -- not tell them from ids that never come.
     EXECUTE format(
@@ -174,11 +185,6 @@ BEGIN
             EXECUTE format('ALTER TABLE %I ALTER COLUMN payload SET NOT NULL', part || n);
         END IF;
     END LOOP;
-
-    PERFORM make_stream_functions(n);
-    PERFORM ensure_partitions(n);
-    PERFORM alter_stream(n, p_notify);
-    RETURN n;
 END $$;
 
 -- Changes settings of a stream; NULL leaves one as it is. p_notify: whether every INSERT rings for the consumers from inside
