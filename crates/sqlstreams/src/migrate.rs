@@ -60,6 +60,7 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/reclaim.sql"),
     include_str!("../sql/functions/read.sql"),
     include_str!("../sql/functions/import.sql"),
+    include_str!("../sql/functions/export.sql"),
     include_str!("../sql/functions/doctor.sql"),
     include_str!("../sql/functions/generated.sql"),
 ];

@@ -98,6 +98,7 @@ queries! {
         redrive: [INT8, INT8, INT8_ARRAY, INT8],
         discard: [INT8, INT8, INT8_ARRAY, INT8],
         import_upto: [INT8, TEXT],
+        move_cursor: [INT8, INT8, INT8, INT8],
         doctor: [TEXT],
         doctor_repair: [TEXT, TEXT],
     }

@@ -6,6 +6,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::group::Group;
 use crate::message::Headers;
 use crate::payload::{Codec, Payload};
 use crate::stream::Stream;
@@ -118,6 +119,23 @@ impl<T, C: Codec<T>> Stream<T, C> {
         let position = &client.inner.queries.position_at;
         let row = client.query_one(position, &[&self.inner.id, &at], "find the time").await?;
         Ok(row.get(0))
+    }
+}
+
+impl<T, C> Group<T, C> {
+    /// Moves the group from `from`, where it stands ([`claimed`](crate::GroupStatus::claimed)), to `upto`, as far as a
+    /// [page of the log](Stream::read_log) has gone: as if everything between had been handled. For groups that nobody consumes, and that
+    /// remember how far something else has come, an export for one. What they have not come to is not dropped.
+    ///
+    /// # Errors
+    /// [`GroupBusy`](ErrorKind::GroupBusy) when it stands elsewhere, or when anything of it is handed out or waits for another attempt;
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) when it is not a parallel one or `upto` is beyond the head; or the database's.
+    pub async fn move_cursor(&self, from: i64, upto: i64) -> Result<()> {
+        let stream = &self.stream.inner;
+        let moving = &stream.client.inner.queries.move_cursor;
+        let params: [&(dyn ToSql + Sync); 4] = [&stream.id, &self.id, &from, &upto];
+        stream.client.query(moving, &params, "move the group").await?;
+        Ok(())
     }
 }
 

@@ -73,8 +73,8 @@ LANGUAGE sql VOLATILE AS $$
 $$;
 
 -- Everything that is found, of one stream or of all. severity: error (messages are lost, refused or used twice unless something is done), warning, info.
--- fixable: doctor_repair(code, stream) does something about it.
-CREATE OR REPLACE FUNCTION doctor(p_stream text DEFAULT NULL)
+-- fixable: doctor_repair(code, stream) does something about it. p_open and p_old: how long a transaction that has written to a log, or has a snapshot, may be open.
+CREATE OR REPLACE FUNCTION doctor(p_stream text DEFAULT NULL, p_open interval DEFAULT '1 minute', p_old interval DEFAULT '1 hour')
 RETURNS TABLE (code text, severity text, stream text, consumer_group text, message text, hint text, fixable boolean, detail jsonb)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
@@ -191,7 +191,7 @@ BEGIN
             RETURN QUERY SELECT 'cursor_missing', 'error', stream, r.name, 'it has no cursor: its table was restored without data', 'Restore it, or drop the group and create it where it is to start.', false, '{}'::jsonb;
         END LOOP;
 
-        FOR r IN SELECT * FROM fence_holders(s.id, '1 minute') LOOP
+        FOR r IN SELECT * FROM fence_holders(s.id, p_open) LOOP
             RETURN QUERY SELECT 'fence_held', 'warning', stream, NULL::text,
                 CASE WHEN r.pid IS NULL THEN format('prepared transaction %s has been open for %s and has written to it', coalesce(quote_literal(r.gid), '(unknown)'), date_trunc('second', r.age))
                      ELSE format('session %s has had a transaction open for %s that has written to it', r.pid, date_trunc('second', r.age)) END,
@@ -215,8 +215,8 @@ BEGIN
         END LOOP;
         FOR r IN
             SELECT format('session %s', a.pid) AS who, a.pid, NULL::text AS gid, clock_timestamp() - a.xact_start AS age FROM pg_stat_activity AS a
-            WHERE a.backend_xmin IS NOT NULL AND a.xact_start < clock_timestamp() - interval '1 hour' AND a.pid <> pg_backend_pid() AND a.datname = current_database()
-            UNION ALL SELECT format('prepared transaction %L', p.gid), NULL, p.gid, clock_timestamp() - p.prepared FROM pg_prepared_xacts AS p WHERE p.prepared < clock_timestamp() - interval '1 hour'
+            WHERE a.backend_xmin IS NOT NULL AND a.xact_start < clock_timestamp() - p_old AND a.pid <> pg_backend_pid() AND a.datname = current_database()
+            UNION ALL SELECT format('prepared transaction %L', p.gid), NULL, p.gid, clock_timestamp() - p.prepared FROM pg_prepared_xacts AS p WHERE p.prepared < clock_timestamp() - p_old
             UNION ALL SELECT format('replication slot %s', quote_ident(slot_name)), NULL, NULL, NULL FROM pg_replication_slots WHERE NOT active AND age(coalesce(xmin, catalog_xmin)) > 1000000
             ORDER BY 4 DESC LIMIT 10
         LOOP
