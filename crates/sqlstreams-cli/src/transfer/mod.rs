@@ -3,6 +3,8 @@
 mod base64;
 pub(crate) mod line;
 pub(crate) mod parquet;
+pub(crate) mod source;
+pub(crate) mod target;
 
 use serde::{Deserialize, Serialize};
 

@@ -42,9 +42,25 @@ $$;
 CREATE OR REPLACE FUNCTION missing_functions(p_stream bigint) RETURNS text[]
 LANGUAGE sql VOLATILE AS $$
     SELECT coalesce(array_agg(f || p_stream), '{}')
-    FROM unnest(ARRAY['settle_message_', 'produce_', 'latest_message_', 'current_messages_']) AS f
+    FROM unnest(ARRAY['settle_message_', 'produce_'] || CASE WHEN (SELECT compacted FROM stream WHERE id = p_stream) THEN ARRAY['latest_message_', 'current_messages_'] ELSE '{}' END) AS f
     WHERE to_regproc(format('%I', f || p_stream)) IS NULL
 $$;
+
+-- The sequences of the tables that exist once, where they are behind them.
+CREATE OR REPLACE FUNCTION late_sequences() RETURNS TABLE (sequence regclass, of name, attribute name, head bigint, stored bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    FOR sequence, of, attribute IN
+        SELECT q.seqrelid, t.relname, a.attname FROM pg_class AS t JOIN pg_depend AS d ON d.refobjid = t.oid AND d.deptype = 'i' AND d.classid = 'pg_class'::regclass
+        JOIN pg_sequence AS q ON q.seqrelid = d.objid JOIN pg_attribute AS a ON a.attrelid = t.oid AND a.attnum = d.refobjsubid
+        WHERE t.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) AND t.relname !~ '^message_(log|delayed)_\d+$' ORDER BY t.relname
+    LOOP
+        EXECUTE format('SELECT (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM %s), (SELECT max(%I) FROM %I)', sequence, attribute, of) INTO head, stored;
+        IF stored > head THEN
+            RETURN NEXT;
+        END IF;
+    END LOOP;
+END $$;
 
 -- Partitions of the log that anybody may write to by themselves: without the trigger that refuses it, or with one that does not always fire.
 CREATE OR REPLACE FUNCTION unguarded_partitions(p_stream bigint) RETURNS TABLE (partition name, missing boolean)
@@ -91,6 +107,13 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     fixable := true;
+    IF p_stream IS NULL THEN
+        -- First: what repairs the others leaves a row in audit, which has a sequence, too.
+        RETURN QUERY SELECT 'catalog_sequence_behind', 'error', NULL::text, NULL::text,
+            format('sequences are behind their tables: %s; creating and changing fails', string_agg(format('%s is at %s, table %s at %s', l.sequence, l.head, l.of, l.stored), '; ')),
+            'As after a restore of data alone. --fix moves them.', true, jsonb_build_object('tables', array_agg(l.of))
+        FROM late_sequences() AS l HAVING count(*) > 0;
+    END IF;
     SELECT * INTO was FROM installation ORDER BY number DESC LIMIT 1;
     IF p_stream IS NULL AND (was.system, was.database, was.schema, was.timeline) IS DISTINCT FROM (e.system, e.database, e.schema, e.timeline) THEN
         RETURN QUERY SELECT 'restored', 'warning', NULL::text, NULL::text,
@@ -204,15 +227,6 @@ BEGIN
     END LOOP;
 
     IF p_stream IS NULL THEN
-        FOR r IN SELECT q.seqrelid::regclass::text AS name, t.relname AS of, d.deptype FROM pg_sequence AS q
-                 JOIN pg_depend AS d ON d.classid = 'pg_class'::regclass AND d.objid = q.seqrelid AND d.deptype = 'i'
-                 JOIN pg_class AS t ON t.oid = d.refobjid
-                 WHERE t.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema()) AND t.relname IN ('stream', 'consumer_group') ORDER BY 1 LOOP
-            EXECUTE format('SELECT (SELECT max(id) FROM %I), (SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM %s)', r.of, r.name) INTO stored, head;
-            IF stored > head THEN
-                RETURN QUERY SELECT 'catalog_sequence_behind', 'error', NULL::text, NULL::text, format('sequence %s is at %s, and table %s at %s: creating fails', r.name, head, r.of, stored), 'As after a restore of data alone. --fix moves the sequence.', true, jsonb_build_object('sequence', head, 'table', stored);
-            END IF;
-        END LOOP;
         FOR r IN
             SELECT format('session %s', a.pid) AS who, a.pid, NULL::text AS gid, clock_timestamp() - a.xact_start AS age FROM pg_stat_activity AS a
             WHERE a.backend_xmin IS NOT NULL AND a.xact_start < clock_timestamp() - p_old AND a.pid <> pg_backend_pid() AND a.datname = current_database()
@@ -243,6 +257,19 @@ BEGIN
         PERFORM ensure_partitions(s.id);
     END IF;
     RETURN jsonb_build_object('from', before, 'to', greatest(before, after + p_beyond));
+END $$;
+
+-- Makes the tables of a stream that has a row and none of them, empty.
+CREATE OR REPLACE FUNCTION make_missing_tables(s stream) RETURNS void
+LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM hold_migrations_up();
+    PERFORM make_stream_tables(s.id, s.payload_type, s.compacted);
+    PERFORM make_stream_functions(s.id);
+    IF s.notify THEN
+        UPDATE stream SET notify = false WHERE id = s.id;
+        PERFORM alter_stream(s.id, true);
+    END IF;
 END $$;
 
 -- Repairs what doctor found by that code, of a stream (NULL: of the installation). Returns what it did; NULL where there was nothing to do.
@@ -276,22 +303,18 @@ BEGIN
             done := jsonb_build_object('sequences', moved);
             s := NULL;
         WHEN 'catalog_sequence_behind' THEN
-            PERFORM hold_migrations_up();
-            LOCK TABLE stream, consumer_group IN SHARE ROW EXCLUSIVE MODE;
-            done := jsonb_build_object(
-                'stream', setval(pg_get_serial_sequence(format('%I.stream', current_schema()), 'id'), greatest((SELECT max(id) FROM stream), 1)),
-                'consumer_group', setval(pg_get_serial_sequence(format('%I.consumer_group', current_schema()), 'id'), greatest((SELECT max(id) FROM consumer_group), 1)));
+            FOR r IN SELECT * FROM late_sequences() LOOP
+                -- Who inserts meanwhile has drawn, or waits.
+                EXECUTE format('LOCK TABLE %I IN SHARE ROW EXCLUSIVE MODE', r.of);
+                EXECUTE format('SELECT setval(%L, max(%I)) FROM %I', r.sequence, r.attribute, r.of);
+                names := names || r.of::text;
+            END LOOP;
+            done := jsonb_build_object('tables', names);
         WHEN 'tables_missing' THEN
-            PERFORM hold_migrations_up();
             names := missing_tables(s.id);
             PERFORM require_that(cardinality(names) IN (0, 7), format('stream %I has some of its tables and lacks others', s.name), 'Restore them.');
             IF cardinality(names) = 7 THEN
-                PERFORM make_stream_tables(s.id, s.payload_type, s.compacted);
-                PERFORM make_stream_functions(s.id);
-                IF s.notify THEN
-                    UPDATE stream SET notify = false WHERE id = s.id;
-                    PERFORM alter_stream(s.id, true);
-                END IF;
+                PERFORM make_missing_tables(s);
                 done := jsonb_build_object('tables', names);
             END IF;
         WHEN 'sequence_behind', 'ahead_of_log' THEN
@@ -329,7 +352,7 @@ BEGIN
 END $$;
 
 -- For restores of data alone: makes the tables of streams that have a row and no tables, and these partitions of logs, message_log_<stream
--- id>_p<number>, that the data is to go into. Returns how many partitions it made.
+-- id>_p<number>, that the data is to go into. Returns how many partitions it made. It writes no other rows: those come with the data.
 CREATE OR REPLACE FUNCTION prepare_restore(p_partitions text[] DEFAULT '{}') RETURNS int
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -342,7 +365,7 @@ BEGIN
     PERFORM require_that(bad IS NULL, format('%L is no partition of a stream that there is', bad), 'Restore the data of table stream first, and name partitions as message_log_1_p0.');
     FOR s IN SELECT * FROM stream ORDER BY id LOOP
         IF cardinality(missing_tables(s.id)) = 7 THEN
-            PERFORM doctor_repair('tables_missing', s.name);
+            PERFORM make_missing_tables(s);
         END IF;
         made := made + make_partitions(s, ARRAY(SELECT substring(p FROM '_p(\d+)$')::bigint FROM unnest(p_partitions) AS p WHERE p LIKE format('message\_log\_%s\_p%%', s.id)));
     END LOOP;

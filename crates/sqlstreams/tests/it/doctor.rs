@@ -30,9 +30,9 @@ async fn heals(client: &Client, db: &Db, breaks: &str, code: &str) -> Finding {
     assert_eq!(found.code, code, "{found:?}");
     assert!(found.fixable && !found.hint.is_empty(), "{found:?}");
     let audited = format!("SELECT count(*) FROM sqlstreams.audit WHERE action = 'doctor_{code}' AND stream_name = 's'");
-    assert_eq!(count(db, &audited).await, 0);
+    let before = count(db, &audited).await;
     doctor.repair(&found).await.unwrap();
-    assert_eq!(count(db, &audited).await, 1);
+    assert_eq!(count(db, &audited).await, before + 1);
     assert_eq!(codes(&doctor).await, [""; 0], "after {code}");
     // Once more does no harm.
     doctor.repair(&found).await.unwrap();
@@ -190,7 +190,6 @@ async fn parts_that_are_missing_are_made() {
         "ALTER TABLE sqlstreams.message_log_1_p0 DISABLE TRIGGER refuse_direct_write",
         "ALTER TABLE sqlstreams.message_log_1_p0 ENABLE TRIGGER refuse_direct_write; DROP TRIGGER refuse_direct_write ON sqlstreams.message_log_1_p1",
     ] {
-        db.batch_execute("DELETE FROM sqlstreams.audit").await.unwrap();
         let found = heals(&client, &db, breaks, "guard_missing").await;
         assert_eq!(found.detail["partitions"][0], "message_log_1_p0");
         for role in ["origin", "replica"] {
@@ -201,11 +200,10 @@ async fn parts_that_are_missing_are_made() {
         db.batch_execute("RESET session_replication_role").await.unwrap();
     }
     heals(&client, &db, "DELETE FROM sqlstreams.stream_fence", "fence_missing").await;
-    heals(&client, &db, "DROP FUNCTION sqlstreams.settle_message_1", "functions_missing").await;
+    heals(&client, &db, "DROP FUNCTION sqlstreams.settle_message_1, sqlstreams.produce_1", "functions_missing").await;
     stream.producer().send(&1).idempotency_key("k").await.unwrap();
     let found = heals(&client, &db, "DROP TABLE sqlstreams.message_log_1_p1", "partitions_missing").await;
     assert_eq!((found.severity, &found.detail["partitions"]), (Severity::Warning, &json!(["1"])));
-    db.batch_execute("DELETE FROM sqlstreams.audit").await.unwrap();
     let moved = "SELECT setval('sqlstreams.message_log_1_id_seq', 77777)";
     let found = heals(&client, &db, moved, "partitions_missing").await;
     assert_eq!(found.severity, Severity::Error);

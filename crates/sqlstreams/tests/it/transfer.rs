@@ -224,7 +224,8 @@ async fn ids_are_kept_only_above_all_that_was() {
 #[tokio::test]
 async fn what_makes_no_sense_is_refused_with_its_place() {
     let (client, db) = client().await;
-    let stream = client.stream::<Vec<u8>>("s").codec::<Bytes>().create().await.unwrap();
+    let stream = client.stream::<Vec<u8>>("s").codec::<Bytes>();
+    let stream = stream.payload_type(PayloadType::Json).create().await.unwrap();
     let at = SystemTime::UNIX_EPOCH;
     let good = |id| Record::new(id, at, b"1".to_vec());
     let bad = |change: &dyn Fn(&mut Record<Vec<u8>>)| {
