@@ -9,7 +9,9 @@ use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcomm
 use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
+use crate::commands::{
+    consume, dead, delayed, doctor, down, group, message, migrate, produce, stream, up,
+};
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
 use crate::prose;
@@ -79,7 +81,7 @@ pub(crate) enum Command {
     Down(down::DownArgs),
     /// Install the schema, or bring it up to date
     Migrate(migrate::MigrateArgs),
-    /// Create, list, show, alter and drop streams
+    /// Create, list, show, alter, export, import and drop streams
     #[command(subcommand)]
     Stream(stream::StreamCommand),
     /// Send lines of a file or of stdin as messages
@@ -98,6 +100,8 @@ pub(crate) enum Command {
     /// Look up, list and remove the current values of a compacted stream
     #[command(subcommand)]
     Message(message::MessageCommand),
+    /// Say what is wrong with an installation, and repair it: after a restore, for one
+    Doctor(doctor::DoctorArgs),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
