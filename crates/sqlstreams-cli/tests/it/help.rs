@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 48] = [
+const COMMANDS: [&[&str]; 51] = [
     &[],
     &["demo"],
     &["up"],
@@ -14,6 +14,8 @@ const COMMANDS: [&[&str]; 48] = [
     &["stream", "show"],
     &["stream", "alter"],
     &["stream", "compact"],
+    &["stream", "export"],
+    &["stream", "import"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
@@ -42,6 +44,7 @@ const COMMANDS: [&[&str]; 48] = [
     &["message", "latest"],
     &["message", "current"],
     &["message", "remove"],
+    &["doctor"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
@@ -117,6 +120,8 @@ fn values_may_begin_with_a_minus() {
         (&["stream", "create", "s", "--idempotency-window", "-1d"], "longer than nothing"),
         (&["stream", "compact", "s", "--min-age", "-1s"], "longer than nothing"),
         (&["dead", "list", "s", "-g", "g", "--after", "-1"], "not in 0.."),
+        (&["stream", "export", "s", "--from", "-1"], "ids begin at 1"),
+        (&["stream", "import", "s", "--after", "-1"], "not in 0.."),
         (&["dead", "list", "s", "-g", "g", "--limit", "-1"], "not in 1.."),
         (&["dead", "redrive", "s", "-g", "g", "-1"], "not in 1.."),
         (&["delayed", "list", "s", "--after", "-1"], "write a time and an id"),
