@@ -151,4 +151,8 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/export.md")]
+    struct Export;
+    #[doc = include_str!("../../../docs/backup.md")]
+    struct Backup;
 }

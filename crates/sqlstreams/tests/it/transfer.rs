@@ -111,6 +111,42 @@ async fn a_reader_never_goes_past_what_may_still_come() {
     assert_eq!(error.code().unwrap().code(), "SQ003");
 }
 
+/// As docs/export.md has it.
+#[tokio::test]
+async fn reading_and_importing_take_no_more_privileges_than_the_page_says() {
+    let url = database().await;
+    let client = Client::connect(&url).await.unwrap();
+    let db = connect(&url).await;
+    let stream = numbers(&client, "s", 3).await;
+    let password = url.split(['@', ':']).nth(2).unwrap();
+    db.batch_execute(&format!(
+        "CREATE ROLE exporter LOGIN PASSWORD '{password}'; GRANT USAGE ON SCHEMA sqlstreams TO exporter;
+         GRANT SELECT ON sqlstreams.message_log_1, sqlstreams.message_log_1_id_seq, sqlstreams.stream, sqlstreams.stream_fence, sqlstreams.schema_migration TO exporter"
+    ))
+    .await
+    .unwrap();
+    let exporter = Client::builder(&url.replace("//postgres:", "//exporter:")).migrate(false);
+    let exporter = exporter.connect().await.unwrap().stream::<u64>("s").open().await.unwrap();
+    // A gap, and nobody who may write it down.
+    db.batch_execute("SELECT nextval('sqlstreams.message_log_1_id_seq')").await.unwrap();
+    stream.producer().send(&4).await.unwrap();
+    let (all, upto) = read_all(&exporter, 10).await;
+    assert_eq!((ids(&all), upto), (vec![1, 2, 3, 5], 5));
+    let new = [record(1, 1)];
+    for (how, grant) in [
+        (Import::new(), "INSERT ON sqlstreams.message_log_1"),
+        (Import::new().name("x"), "SELECT, INSERT, UPDATE ON sqlstreams.import_progress"),
+    ] {
+        let error = exporter.import(&new, &how).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error:?}");
+        db.batch_execute(&format!("GRANT {grant} TO exporter")).await.unwrap();
+        exporter.import(&new, &how).await.unwrap();
+    }
+    let keep = Import::new().keep_ids(true);
+    let error = exporter.import(&[record(100, 1)], &keep).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{error:?}");
+}
+
 fn record(id: i64, payload: u64) -> Record<u64> {
     let at = SystemTime::UNIX_EPOCH + Duration::from_micros(1_500_000_000_123_456 + id as u64);
     Record::new(id, at, payload)
