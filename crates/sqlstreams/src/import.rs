@@ -276,4 +276,3 @@ async fn store<T>(
         }
     }
 }
-

@@ -164,7 +164,9 @@ mod tests {
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {
-                    "insert" | "produce" | "import_messages" => [query.types, &[payload_type.array_type()]].concat(),
+                    "insert" | "produce" | "import_messages" => {
+                        [query.types, &[payload_type.array_type()]].concat()
+                    }
                     _ => query.types.to_vec(),
                 };
                 let prepared = connection.prepare_typed(&query.sql, &types).await;

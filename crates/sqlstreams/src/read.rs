@@ -103,7 +103,10 @@ impl<T, C: Codec<T>> Stream<T, C> {
             [&self.inner.id, &after, &upto, &i64::from(limit), &PAGE_BYTES];
         let rows = self.inner.client.query(read, &params, "read the log").await?;
         let Some((end, rows)) = rows.split_last() else {
-            return Err(Error::new(ErrorKind::Database, "could not read the log: no end came back"));
+            return Err(Error::new(
+                ErrorKind::Database,
+                "could not read the log: no end came back",
+            ));
         };
         let records = rows.iter().map(read_record::<T, C>).collect::<Result<Vec<_>>>()?;
         Ok(LogPage { records, upto: end.get(7), head: end.get(8) })

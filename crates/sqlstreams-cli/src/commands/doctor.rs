@@ -113,7 +113,9 @@ fn tell(findings: &[Finding], repairs: &[Repair], fix: bool) -> anyhow::Result<(
 /// Its code, and what it is about.
 fn about(finding: &Finding) -> String {
     match (&finding.stream, &finding.group) {
-        (Some(stream), Some(group)) => format!("{} (stream {stream:?}, group {group:?})", finding.code),
+        (Some(stream), Some(group)) => {
+            format!("{} (stream {stream:?}, group {group:?})", finding.code)
+        }
         (Some(stream), None) => format!("{} (stream {stream:?})", finding.code),
         _ => finding.code.clone(),
     }
@@ -137,7 +139,9 @@ impl Repair {
         let mut repair = to_json(&self.finding);
         match &self.outcome {
             Ok(done) => repair["done"] = done.clone(),
-            Err(error) => repair["error"] = json!({"code": error.code(), "message": error.to_string(), "hint": error.hint()}),
+            Err(error) => {
+                repair["error"] = json!({"code": error.code(), "message": error.to_string(), "hint": error.hint()})
+            }
         }
         repair
     }

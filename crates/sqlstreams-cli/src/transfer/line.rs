@@ -198,8 +198,9 @@ impl Fields<'_> {
         if matches!(payload_type, PayloadType::Json | PayloadType::Jsonb) {
             return Ok(Some(payload.as_bytes().to_vec()));
         }
-        let text: String = serde_json::from_str(payload)
-            .map_err(|_| format!("\"payload\" is no string, and the stream stores {payload_type}"))?;
+        let text: String = serde_json::from_str(payload).map_err(|_| {
+            format!("\"payload\" is no string, and the stream stores {payload_type}")
+        })?;
         if payload_type != PayloadType::Bytea {
             return Ok(Some(text.into_bytes()));
         }
@@ -215,7 +216,9 @@ fn unhex(text: &str) -> Option<Vec<u8>> {
     let digits = text.as_bytes();
     let value = |digit: u8| char::from(digit).to_digit(16).map(|d| d as u8);
     (digits.len() % 2 == 0)
-        .then(|| digits.chunks(2).map(|pair| Some(value(pair[0])? << 4 | value(pair[1])?)).collect())
+        .then(|| {
+            digits.chunks(2).map(|pair| Some(value(pair[0])? << 4 | value(pair[1])?)).collect()
+        })
         .flatten()
 }
 
@@ -304,7 +307,13 @@ mod tests {
         match payload_type {
             PayloadType::Bytea => proptest::collection::vec(any::<u8>(), 0..100).boxed(),
             PayloadType::Text => any::<String>().prop_map(String::into_bytes).boxed(),
-            _ => ("[ \t\r\n]{0,2}", any::<String>(), "[ \t\r\n]{0,2}", -9e300_f64..9e300, "[ \t\r\n]{0,2}")
+            _ => (
+                "[ \t\r\n]{0,2}",
+                any::<String>(),
+                "[ \t\r\n]{0,2}",
+                -9e300_f64..9e300,
+                "[ \t\r\n]{0,2}",
+            )
                 .prop_map(|(before, text, between, number, after)| {
                     let text = serde_json::to_string(&text).unwrap_or_default();
                     format!("{before}[{text},{between}{number:e}000]{after}").into_bytes()

@@ -96,10 +96,12 @@ impl<W: Write + Send> Writer<W> {
         column::<ByteArrayType, _>(&mut group, rows.iter().map(|m| text(&m.key)), true)?;
         column::<ByteArrayType, _>(&mut group, rows.iter().map(|m| text(&m.routing_key)), true)?;
         column::<ByteArrayType, _>(&mut group, rows.iter().map(|m| text(&m.headers)), true)?;
-        let produced_at = rows.iter().map(|m| Some(to_micros(m.produced_at)));
-        column::<Int64Type, _>(&mut group, produced_at, false)?;
-        let expires_at = rows.iter().map(|m| m.expires_at.map(to_micros));
-        column::<Int64Type, _>(&mut group, expires_at, true)?;
+        let produced_at = rows.iter().map(|m| to_micros(m.produced_at).map(Some));
+        let produced_at = produced_at.collect::<Result<Vec<_>>>()?;
+        column::<Int64Type, _>(&mut group, produced_at.into_iter(), false)?;
+        let expires_at = rows.iter().map(|m| m.expires_at.map(to_micros).transpose());
+        let expires_at = expires_at.collect::<Result<Vec<_>>>()?;
+        column::<Int64Type, _>(&mut group, expires_at.into_iter(), true)?;
         let payloads = rows.iter().map(|m| m.payload.clone().map(ByteArray::from));
         column::<ByteArrayType, _>(&mut group, payloads, true)?;
         group.close()?;
@@ -166,7 +168,8 @@ impl Reader {
                 continue;
             };
             let is_time = name.ends_with("_at");
-            let wanted = if is_time || *name == "id" { Physical::INT64 } else { Physical::BYTE_ARRAY };
+            let wanted =
+                if is_time || *name == "id" { Physical::INT64 } else { Physical::BYTE_ARRAY };
             let is_micros = column.converted_type() == ConvertedType::TIMESTAMP_MICROS;
             if column.physical_type() != wanted
                 || column.max_rep_level() > 0
@@ -250,8 +253,7 @@ impl Group {
             .map(|at| {
                 let id = ids[at].ok_or_else(|| null("id"))?;
                 let produced_at = produced_at[at].ok_or_else(|| null("produced_at"))?;
-                let mut message =
-                    Record::new(id, from_micros(produced_at), payloads[at].take());
+                let mut message = Record::new(id, from_micros(produced_at), payloads[at].take());
                 message.key = keys[at].take();
                 message.routing_key = routing_keys[at].take();
                 message.headers = headers[at].take();
@@ -280,9 +282,8 @@ impl Group {
 
     fn texts(&mut self, column: usize, count: usize) -> Result<Vec<Option<String>>> {
         let text = |bytes| {
-            String::from_utf8(bytes).map_err(|_| {
-                ParquetError::General(format!("{} is not UTF-8", COLUMNS[column]))
-            })
+            String::from_utf8(bytes)
+                .map_err(|_| ParquetError::General(format!("{} is not UTF-8", COLUMNS[column])))
         };
         let cells = self.bytes(column, count)?;
         cells.into_iter().map(|cell| cell.map(text).transpose()).collect()
@@ -309,18 +310,25 @@ fn read<T: DataType>(
         return Ok(values.into_iter().map(Some).collect());
     }
     let mut values = values.into_iter();
-    Ok(levels.into_iter().map(|level| if level == highest { values.next() } else { None }).collect())
+    Ok(levels
+        .into_iter()
+        .map(|level| if level == highest { values.next() } else { None })
+        .collect())
 }
 
-/// Microseconds since 1970; PostgreSQL's infinity is the last.
-fn to_micros(at: SystemTime) -> i64 {
+/// Microseconds since 1970; PostgreSQL's infinity is the last. Its calendar counts from 2000, and so goes on for 30 years longer.
+fn to_micros(at: SystemTime) -> Result<i64> {
     if at >= calendar::infinity() {
-        return i64::MAX;
+        return Ok(i64::MAX);
     }
-    match at.duration_since(SystemTime::UNIX_EPOCH) {
-        Ok(after) => i64::try_from(after.as_micros()).unwrap_or(i64::MAX),
-        Err(before) => i64::try_from(before.duration().as_micros()).map_or(i64::MIN, |us| -us),
-    }
+    let micros = match at.duration_since(SystemTime::UNIX_EPOCH) {
+        Ok(after) => i64::try_from(after.as_micros()).ok().filter(|us| *us < i64::MAX),
+        Err(before) => i64::try_from(before.duration().as_micros()).ok().map(|us| -us),
+    };
+    micros.ok_or_else(|| {
+        let text = format!("{} is beyond the times of Parquet", calendar::text(at, 0));
+        ParquetError::General(text)
+    })
 }
 
 fn from_micros(micros: i64) -> SystemTime {
@@ -363,8 +371,7 @@ mod tests {
             messages.push(message);
         }
         let file = tempfile::NamedTempFile::new().unwrap();
-        let mut writer =
-            Writer::new(file.reopen().unwrap(), &about, PayloadType::Bytea).unwrap();
+        let mut writer = Writer::new(file.reopen().unwrap(), &about, PayloadType::Bytea).unwrap();
         for message in messages.clone() {
             writer.write(message).unwrap();
         }
@@ -386,8 +393,10 @@ mod tests {
 
     #[test]
     fn times_go_there_and_back() {
-        for micros in [0, 1, -1, i64::MAX, 9_224_318_015_999_999_999 - 4_000_000_000_000_000, -210_866_803_200_000_000] {
-            assert_eq!(to_micros(from_micros(micros)), micros);
+        for micros in [0, 1, -1, i64::MAX, i64::MAX - 1, -210_866_803_200_000_000] {
+            assert_eq!(to_micros(from_micros(micros)).unwrap(), micros);
         }
+        let last = calendar::parse("294276-12-31T23:59:59Z").unwrap();
+        assert!(to_micros(last).unwrap_err().to_string().contains("294276-12-31"));
     }
 }

@@ -87,7 +87,9 @@ impl Source {
                     "the file has format {}, later than the {FORMAT} that this program reads",
                     about.format
                 );
-                return Err(Failure::failed("invalid_file", text).hint("Upgrade this program.").into());
+                return Err(Failure::failed("invalid_file", text)
+                    .hint("Upgrade this program.")
+                    .into());
             }
             Some(Ok(Line::About(about))) => Some(about),
             _ => None,

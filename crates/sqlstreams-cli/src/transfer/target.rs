@@ -24,9 +24,12 @@ impl NewFile {
     /// In the folder that it is to be in. One of that name may only be there if it is to be replaced.
     pub(crate) fn create(name: &Path, replace: bool) -> anyhow::Result<Self> {
         if !replace && name.symlink_metadata().is_ok() {
-            return Err(Failure::failed("file_exists", format!("{} exists already", name.display()))
-                .hint("Choose another name, or pass --overwrite.")
-                .into());
+            return Err(Failure::failed(
+                "file_exists",
+                format!("{} exists already", name.display()),
+            )
+            .hint("Choose another name, or pass --overwrite.")
+            .into());
         }
         let Some(file_name) = name.file_name() else {
             let text = format!("{} is no name of a file", name.display());

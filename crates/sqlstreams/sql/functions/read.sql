@@ -21,7 +21,7 @@ BEGIN
     IF settled > p_after OR pg_is_in_recovery() THEN
         RETURN settled;
     END IF;
-    IF has_table_privilege('stream_fence', 'SELECT, UPDATE') AND NOT current_setting('transaction_read_only')::bool THEN
+    IF has_table_privilege('stream_fence', 'UPDATE') AND NOT current_setting('transaction_read_only')::bool THEN
         RETURN look_at_gap(p_stream, p_after);
     END IF;
     -- Whoever may not write it down looks without a memory. The two statements stay in this order.

@@ -37,7 +37,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new() -> Self {
-        let folder = std::env::temp_dir().join(format!("sqlstreams-backup-{:032x}", fastrand::u128(..)));
+        let folder =
+            std::env::temp_dir().join(format!("sqlstreams-backup-{:032x}", fastrand::u128(..)));
         fs::create_dir(&folder).unwrap();
         Self(folder)
     }
@@ -72,7 +73,8 @@ impl Scene {
         for mode in MODES {
             let group = orders.group(mode.as_str()).mode(mode);
             let group = group.retry(RetryPolicy::attempts(1)).create().await.unwrap();
-            let handler = async |m: Delivery<u64>| if m.payload == 100 { Err("no") } else { Ok(()) };
+            let handler =
+                async |m: Delivery<u64>| if m.payload == 100 { Err("no") } else { Ok(()) };
             group.consumer().until_caught_up().run(handler).await.unwrap();
             orders.group(format!("new {}", mode.as_str())).mode(mode).create().await.unwrap();
         }
@@ -82,7 +84,10 @@ impl Scene {
         let group = orders.group("later").retry(later).create().await.unwrap();
         let stop = sqlstreams::CancellationToken::new();
         let consumer = group.consumer().stop_on(stop.clone());
-        let running = tokio::spawn(consumer.run(async |m: Delivery<u64>| if m.payload == 5 { Err("not now") } else { Ok(()) }));
+        let running = tokio::spawn(
+            consumer
+                .run(async |m: Delivery<u64>| if m.payload == 5 { Err("not now") } else { Ok(()) }),
+        );
         crate::support::eventually(async || {
             let status = group.status().await.unwrap();
             status.ready == 1 && status.claimed == status.head && status.open_leases == 0
@@ -114,7 +119,9 @@ impl Scene {
     /// All of it goes on where it was; `gap`: so many ids were left out.
     async fn goes_on(&self, gap: i64) {
         for mode in MODES {
-            for (group, rest) in [(mode.as_str().to_owned(), 10), (format!("new {}", mode.as_str()), 1_510)] {
+            for (group, rest) in
+                [(mode.as_str().to_owned(), 10), (format!("new {}", mode.as_str()), 1_510)]
+            {
                 let group = self.orders.group(group).open().await.unwrap();
                 let handler = async |_: Delivery<u64>| Ok::<_, String>(());
                 let consumed = group.consumer().until_caught_up().run(handler).await.unwrap();
@@ -131,7 +138,10 @@ impl Scene {
             group.consumer().until_caught_up().run(handler).await.unwrap();
             assert_eq!((told.recv().await, told.recv().await), (Some(100), None));
         }
-        assert_eq!(self.orders.group("later").open().await.unwrap().status().await.unwrap().ready, 1);
+        assert_eq!(
+            self.orders.group("later").open().await.unwrap().status().await.unwrap().ready,
+            1
+        );
         let producer = self.orders.producer();
         let again = producer.send(&2_003).idempotency_key("key 3").await.unwrap();
         assert!(again.is_duplicate(), "{again:?}");
@@ -165,7 +175,8 @@ async fn tb_148_a_whole_dump_is_usable_elsewhere() {
     let scene = Scene::open(&restored).await;
     assert_eq!(scene.standing().await, before);
     let db = connect(&to).await;
-    let guards = "SELECT count(*) FROM pg_trigger WHERE tgname = 'refuse_direct_write' AND tgenabled = 'A'";
+    let guards =
+        "SELECT count(*) FROM pg_trigger WHERE tgname = 'refuse_direct_write' AND tgenabled = 'A'";
     assert_eq!(count(&db, guards).await, 5 + 4);
     doctor.repair(&found).await.unwrap();
     assert_eq!(codes(&doctor).await, [""; 0]);
@@ -181,30 +192,61 @@ async fn data_alone_goes_into_an_installation_that_is_there() {
     let before = Scene::make(&client).await.standing().await;
     let folder = Folder::new();
     let (file, list) = (folder.path("dump"), folder.path("list"));
-    run("pg_dump", &["-Fc", "--data-only", "--load-via-partition-root", "-n", "sqlstreams", "-f", &file, "-d", &from]).await;
+    run(
+        "pg_dump",
+        &[
+            "-Fc",
+            "--data-only",
+            "--load-via-partition-root",
+            "-n",
+            "sqlstreams",
+            "-f",
+            &file,
+            "-d",
+            &from,
+        ],
+    )
+    .await;
 
     let (restored, db) = client_at(&to).await;
-    run("pg_restore", &["--data-only", "-n", "sqlstreams", "-t", "stream", "--exit-on-error", "-d", &to, &file]).await;
+    run(
+        "pg_restore",
+        &["--data-only", "-n", "sqlstreams", "-t", "stream", "--exit-on-error", "-d", &to, &file],
+    )
+    .await;
     let doctor = restored.doctor();
     let found = codes(&doctor).await;
-    assert!(found.contains(&"tables_missing".to_owned()) && found.contains(&"catalog_sequence_behind".to_owned()), "{found:?}");
+    assert!(
+        found.contains(&"tables_missing".to_owned())
+            && found.contains(&"catalog_sequence_behind".to_owned()),
+        "{found:?}"
+    );
     let contents = run("pg_restore", &["-l", &file]).await;
     let partitions: Vec<&str> = contents
         .split_whitespace()
         .filter(|word| word.starts_with("message_log_") && word.contains("_p"))
         .collect();
-    let made: i32 = db.query_one("SELECT sqlstreams.prepare_restore($1)", &[&partitions]).await.unwrap().get(0);
+    let made: i32 =
+        db.query_one("SELECT sqlstreams.prepare_restore($1)", &[&partitions]).await.unwrap().get(0);
     assert_eq!(made as usize, partitions.len());
     // Without the values of the sequences, as where tables are copied one by one.
     let rest: Vec<&str> = contents
         .lines()
-        .filter(|line| line.contains(" TABLE DATA ") && ![" stream ", " schema_migration ", " installation "].iter().any(|t| line.contains(t)))
+        .filter(|line| {
+            line.contains(" TABLE DATA ")
+                && ![" stream ", " schema_migration ", " installation "]
+                    .iter()
+                    .any(|t| line.contains(t))
+        })
         .collect();
     fs::write(&list, rest.join("\n")).unwrap();
     run("pg_restore", &["--data-only", "-L", &list, "--exit-on-error", "-d", &to, &file]).await;
 
     let scene = Scene::open(&restored).await;
-    assert!(scene.orders.producer().send(&0).await.is_err(), "ids are drawn that are there already");
+    assert!(
+        scene.orders.producer().send(&0).await.is_err(),
+        "ids are drawn that are there already"
+    );
     for _ in 0..10 {
         for found in doctor.look().await.unwrap() {
             doctor.repair(&found).await.unwrap();
@@ -217,7 +259,10 @@ async fn data_alone_goes_into_an_installation_that_is_there() {
     scene.goes_on(0).await;
     restored.stream::<u64>("another").create().await.unwrap();
 
-    let error = db.query_one("SELECT sqlstreams.prepare_restore('{message_log_77_p0}')", &[]).await.unwrap_err();
+    let error = db
+        .query_one("SELECT sqlstreams.prepare_restore('{message_log_77_p0}')", &[])
+        .await
+        .unwrap_err();
     assert_eq!(error.code().unwrap().code(), "SQ004");
 }
 
@@ -243,7 +288,10 @@ async fn one_schema_is_dumped_and_restored_beside_others() {
     let other = Client::builder(&to).schema("other one").migrate(false).connect().await.unwrap();
     assert_eq!(codes(&other.doctor()).await, [""; 0]);
     let stream = other.stream::<String>("s").open().await.unwrap();
-    assert_eq!(stream.read_log(0, 9, 9).await.unwrap().records[0].payload.as_deref(), Some(to.as_str()));
+    assert_eq!(
+        stream.read_log(0, 9, 9).await.unwrap().records[0].payload.as_deref(),
+        Some(to.as_str())
+    );
 }
 
 /// A log that is older than the rest: its dump was made before the others' were.
@@ -258,7 +306,21 @@ async fn tb_150_a_log_from_an_earlier_dump_is_detected_and_mended() {
     }
     let folder = Folder::new();
     let file = folder.path("dump");
-    run("pg_dump", &["-Fc", "--data-only", "--load-via-partition-root", "-t", "sqlstreams.message_log_1*", "-f", &file, "-d", &url]).await;
+    run(
+        "pg_dump",
+        &[
+            "-Fc",
+            "--data-only",
+            "--load-via-partition-root",
+            "-t",
+            "sqlstreams.message_log_1*",
+            "-f",
+            &file,
+            "-d",
+            &url,
+        ],
+    )
+    .await;
     for n in 5..9 {
         send(n).await;
     }
@@ -270,7 +332,10 @@ async fn tb_150_a_log_from_an_earlier_dump_is_detected_and_mended() {
     let doctor = client.doctor();
     let found = finding(&doctor).await;
     assert_eq!((found.code.as_str(), found.severity), ("ahead_of_log", Severity::Error));
-    assert!(found.message.contains("come to 5") && found.message.contains("cursors to 9"), "{found:?}");
+    assert!(
+        found.message.contains("come to 5") && found.message.contains("cursors to 9"),
+        "{found:?}"
+    );
     doctor.repair(&found).await.unwrap();
     assert_eq!(send(100).await, 10);
     let consumed = group.consumer().until_caught_up().run(handler).await.unwrap();

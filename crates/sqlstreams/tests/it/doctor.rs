@@ -29,7 +29,9 @@ async fn heals(client: &Client, db: &Db, breaks: &str, code: &str) -> Finding {
     let found = finding(&doctor).await;
     assert_eq!(found.code, code, "{found:?}");
     assert!(found.fixable && !found.hint.is_empty(), "{found:?}");
-    let audited = format!("SELECT count(*) FROM sqlstreams.audit WHERE action = 'doctor_{code}' AND stream_name = 's'");
+    let audited = format!(
+        "SELECT count(*) FROM sqlstreams.audit WHERE action = 'doctor_{code}' AND stream_name = 's'"
+    );
     let before = count(db, &audited).await;
     doctor.repair(&found).await.unwrap();
     assert_eq!(count(db, &audited).await, before + 1);
@@ -49,7 +51,10 @@ async fn what_is_well_is_not_found() {
     for mode in [sqlstreams::Mode::Parallel, sqlstreams::Mode::Ordered, sqlstreams::Mode::Fair] {
         let group = stream.group(mode.as_str()).mode(mode).retry(once).create().await.unwrap();
         let consumer = group.consumer().until_caught_up();
-        consumer.run(async |m: Delivery<u64>| if m.payload % 9 == 0 { Err("no") } else { Ok(()) }).await.unwrap();
+        consumer
+            .run(async |m: Delivery<u64>| if m.payload % 9 == 0 { Err("no") } else { Ok(()) })
+            .await
+            .unwrap();
     }
     let producer = stream.producer();
     producer.send(&1).delay(Duration::from_secs(600)).await.unwrap();
@@ -59,7 +64,10 @@ async fn what_is_well_is_not_found() {
     let error = client.doctor().look_at(Some("x")).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::UnknownStream);
     // Looking has written nothing.
-    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.audit WHERE action LIKE 'doctor%'").await, 0);
+    assert_eq!(
+        count(&db, "SELECT count(*) FROM sqlstreams.audit WHERE action LIKE 'doctor%'").await,
+        0
+    );
 }
 
 #[tokio::test]
@@ -67,8 +75,17 @@ async fn sequences_behind_their_tables_are_moved() {
     let (client, db) = client().await;
     let stream = numbers(&client, "s", 100).await;
     stream.producer().send(&1).delay(Duration::from_secs(3600)).await.unwrap();
-    let found = heals(&client, &db, "SELECT setval('sqlstreams.message_log_1_id_seq', 40)", "sequence_behind").await;
-    assert_eq!((found.severity, &found.detail), (Severity::Error, &json!({"sequence": 40, "log": 100})));
+    let found = heals(
+        &client,
+        &db,
+        "SELECT setval('sqlstreams.message_log_1_id_seq', 40)",
+        "sequence_behind",
+    )
+    .await;
+    assert_eq!(
+        (found.severity, &found.detail),
+        (Severity::Error, &json!({"sequence": 40, "log": 100}))
+    );
     assert_eq!(stream.producer().send(&1).await.unwrap().id, 101);
     let unused = "ALTER SEQUENCE sqlstreams.message_log_1_id_seq RESTART";
     heals(&client, &db, unused, "sequence_behind").await;
@@ -98,7 +115,10 @@ async fn ahead(knows: &str, of: &str, value: i64) {
     let found = heals(&client, &db, knows, "ahead_of_log").await;
     assert_eq!(found.severity, Severity::Error);
     assert_eq!(found.detail[of], json!(value), "{found:?}");
-    assert!(found.message.contains("60") && found.message.contains(&value.to_string()), "{found:?}");
+    assert!(
+        found.message.contains("60") && found.message.contains(&value.to_string()),
+        "{found:?}"
+    );
     assert!(found.hint.contains("nobody would receive them"), "{found:?}");
     assert_eq!(stream.producer().send(&7).await.unwrap().id, value + 1, "{of}");
 }
@@ -112,7 +132,8 @@ async fn tb_150_ids_that_anything_knows_are_not_used_again() {
     ahead(&format!("INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, due_at, dead_at) VALUES ({group}, 77, 'dead', now(), now())"), "exceptions", 77).await;
     // Of a group that there is no more.
     ahead("INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, due_at) VALUES (4711, 78, 'ready', now())", "exceptions", 78).await;
-    ahead(&format!("INSERT INTO sqlstreams.consumer_done_1 VALUES ({group}, 79)"), "settled", 79).await;
+    ahead(&format!("INSERT INTO sqlstreams.consumer_done_1 VALUES ({group}, 79)"), "settled", 79)
+        .await;
     ahead("INSERT INTO sqlstreams.message_idempotency_1 VALUES (1, 2, 80, 0, now()), (1, 3, -900, 0, now())", "idempotency_keys", 80).await;
     ahead("UPDATE sqlstreams.stream_fence SET settled = 81", "fence", 81).await;
     ahead("UPDATE sqlstreams.stream_fence SET head = 82, writers = '{9/9}'", "fence", 82).await;
@@ -200,9 +221,16 @@ async fn parts_that_are_missing_are_made() {
         db.batch_execute("RESET session_replication_role").await.unwrap();
     }
     heals(&client, &db, "DELETE FROM sqlstreams.stream_fence", "fence_missing").await;
-    heals(&client, &db, "DROP FUNCTION sqlstreams.settle_message_1, sqlstreams.produce_1", "functions_missing").await;
+    heals(
+        &client,
+        &db,
+        "DROP FUNCTION sqlstreams.settle_message_1, sqlstreams.produce_1",
+        "functions_missing",
+    )
+    .await;
     stream.producer().send(&1).idempotency_key("k").await.unwrap();
-    let found = heals(&client, &db, "DROP TABLE sqlstreams.message_log_1_p1", "partitions_missing").await;
+    let found =
+        heals(&client, &db, "DROP TABLE sqlstreams.message_log_1_p1", "partitions_missing").await;
     assert_eq!((found.severity, &found.detail["partitions"]), (Severity::Warning, &json!(["1"])));
     let moved = "SELECT setval('sqlstreams.message_log_1_id_seq', 77777)";
     let found = heals(&client, &db, moved, "partitions_missing").await;
@@ -210,7 +238,11 @@ async fn parts_that_are_missing_are_made() {
     stream.producer().send(&1).await.unwrap();
 
     // A table in its way is somebody's.
-    db.batch_execute("ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p78").await.unwrap();
+    db.batch_execute(
+        "ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p78",
+    )
+    .await
+    .unwrap();
     let found = finding(&client.doctor()).await;
     assert!(!found.fixable && found.hint.contains("attach"), "{found:?}");
     let error = client.doctor().repair(&found).await.unwrap_err();
@@ -238,11 +270,20 @@ async fn streams_without_tables_get_them() {
     // One thing after the other.
     for code in ["tables_missing", "fence_missing", "partitions_missing"] {
         let found = doctor.look().await.unwrap();
-        let found = found.iter().find(|found| found.code == code).unwrap_or_else(|| panic!("{code}: {found:?}"));
+        let found = found
+            .iter()
+            .find(|found| found.code == code)
+            .unwrap_or_else(|| panic!("{code}: {found:?}"));
         doctor.repair(found).await.unwrap();
     }
     assert_eq!(codes(&doctor).await, [""; 0]);
-    let stream = client.stream::<String>("s").codec::<sqlstreams::Text>().compacted(true).open().await.unwrap();
+    let stream = client
+        .stream::<String>("s")
+        .codec::<sqlstreams::Text>()
+        .compacted(true)
+        .open()
+        .await
+        .unwrap();
     stream.producer().send(&"x".to_owned()).key("k").await.unwrap();
     assert_eq!(stream.latest("k").await.unwrap().unwrap().payload, "x");
     assert_eq!(count(&db, "SELECT count(*) FROM pg_trigger WHERE tgname = 'ring' AND tgrelid = 'sqlstreams.message_log_1'::regclass").await, 1);
@@ -259,15 +300,32 @@ async fn what_cannot_be_repaired_is_told() {
     stream.group("g").ordered().create().await.unwrap();
     let doctor = client.doctor();
     for (breaks, code, severity, mends) in [
-        ("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'sqlstreams.exception_dead_1'::regclass", "index_invalid", Severity::Warning,
-         "UPDATE pg_index SET indisvalid = true WHERE indexrelid = 'sqlstreams.exception_dead_1'::regclass"),
-        ("UPDATE sqlstreams.consumer_group SET lane_probe = lane_probe + 1", "lanes_moved", Severity::Info, "UPDATE sqlstreams.consumer_group SET lane_probe = lane_probe - 1"),
-        ("CREATE TABLE kept AS TABLE sqlstreams.consumer_group_cursor_1; DELETE FROM sqlstreams.consumer_group_cursor_1", "cursor_missing", Severity::Error,
-         "INSERT INTO sqlstreams.consumer_group_cursor_1 SELECT * FROM kept"),
+        (
+            "UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'sqlstreams.exception_dead_1'::regclass",
+            "index_invalid",
+            Severity::Warning,
+            "UPDATE pg_index SET indisvalid = true WHERE indexrelid = 'sqlstreams.exception_dead_1'::regclass",
+        ),
+        (
+            "UPDATE sqlstreams.consumer_group SET lane_probe = lane_probe + 1",
+            "lanes_moved",
+            Severity::Info,
+            "UPDATE sqlstreams.consumer_group SET lane_probe = lane_probe - 1",
+        ),
+        (
+            "CREATE TABLE kept AS TABLE sqlstreams.consumer_group_cursor_1; DELETE FROM sqlstreams.consumer_group_cursor_1",
+            "cursor_missing",
+            Severity::Error,
+            "INSERT INTO sqlstreams.consumer_group_cursor_1 SELECT * FROM kept",
+        ),
     ] {
         db.batch_execute(breaks).await.unwrap();
         let found = finding(&doctor).await;
-        assert_eq!((found.code.as_str(), found.severity, found.fixable), (code, severity, false), "{found:?}");
+        assert_eq!(
+            (found.code.as_str(), found.severity, found.fixable),
+            (code, severity, false),
+            "{found:?}"
+        );
         db.batch_execute(mends).await.unwrap();
         assert_eq!(codes(&doctor).await, [""; 0]);
     }
@@ -275,9 +333,8 @@ async fn what_cannot_be_repaired_is_told() {
 
 #[tokio::test]
 async fn who_holds_the_log_up_is_named() {
-    let cluster = tokio::task::spawn_blocking(|| {
-        Arc::new(Cluster::builder().durable(true).start().unwrap())
-    });
+    let cluster =
+        tokio::task::spawn_blocking(|| Arc::new(Cluster::builder().durable(true).start().unwrap()));
     let cluster = cluster.await.unwrap();
     let url = cluster.url("postgres");
     let (client, mut db) = client_at(&url).await;
@@ -288,7 +345,16 @@ async fn who_holds_the_log_up_is_named() {
     let found = async |db: &Db| {
         let look = "SELECT code, message, detail::text FROM sqlstreams.doctor(p_open => '0', p_old => '0') WHERE severity = 'warning' ORDER BY 1, 2";
         let rows = db.query(look, &[]).await.unwrap();
-        rows.iter().map(|row| format!("{} {} {}", row.get::<_, &str>(0), row.get::<_, &str>(1), row.get::<_, &str>(2))).collect::<Vec<_>>()
+        rows.iter()
+            .map(|row| {
+                format!(
+                    "{} {} {}",
+                    row.get::<_, &str>(0),
+                    row.get::<_, &str>(1),
+                    row.get::<_, &str>(2)
+                )
+            })
+            .collect::<Vec<_>>()
     };
     // Prepared, and prepared by a server that has been restarted since.
     for restart in [false, true] {
@@ -302,16 +368,26 @@ async fn who_holds_the_log_up_is_named() {
             (db, open) = (connect(&url).await, connect(&url).await);
         }
         let told = found(&db).await;
-        let of = |code: &str| told.iter().filter(|t| t.starts_with(code)).cloned().collect::<Vec<_>>();
+        let of =
+            |code: &str| told.iter().filter(|t| t.starts_with(code)).cloned().collect::<Vec<_>>();
         assert_eq!(of("fence_held").len(), 1, "{told:?}");
-        assert!(of("fence_held")[0].contains("'order 42'") && of("fence_held")[0].contains("\"gid\": \"order 42\""), "{told:?}");
+        assert!(
+            of("fence_held")[0].contains("'order 42'")
+                && of("fence_held")[0].contains("\"gid\": \"order 42\""),
+            "{told:?}"
+        );
         assert!(of("old_snapshot").iter().any(|t| t.contains("order 42")), "{told:?}");
     }
     open.batch_execute("ROLLBACK PREPARED 'order 42'").await.unwrap();
     open.batch_execute(write).await.unwrap();
     let told = found(&db).await;
     let pid = count(&open, "SELECT pg_backend_pid()::bigint").await;
-    assert!(told.iter().any(|t| t.starts_with("fence_held") && t.contains(&format!("\"pid\": {pid}")) && t.contains("INSERT INTO")), "{told:?}");
+    assert!(
+        told.iter().any(|t| t.starts_with("fence_held")
+            && t.contains(&format!("\"pid\": {pid}"))
+            && t.contains("INSERT INTO")),
+        "{told:?}"
+    );
     open.batch_execute("COMMIT").await.unwrap();
     assert!(!found(&db).await.iter().any(|t| t.starts_with("fence_held")));
     tokio::task::spawn_blocking(move || drop(cluster)).await.unwrap();
@@ -362,7 +438,9 @@ async fn looking_is_bounded() {
                 _ => None,
             });
             let plan: serde_json::Value = serde_json::from_str(&plan.unwrap()).unwrap();
-            let sum = ["Shared Hit Blocks", "Shared Read Blocks"].iter().map(|f| plan[0]["Plan"][f].as_i64().unwrap());
+            let sum = ["Shared Hit Blocks", "Shared Read Blocks"]
+                .iter()
+                .map(|f| plan[0]["Plan"][f].as_i64().unwrap());
             least = least.min(sum.sum());
         }
         least

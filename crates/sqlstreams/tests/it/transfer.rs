@@ -60,7 +60,11 @@ async fn a_log_is_read_in_pages_over_partitions_and_holes() {
     let error = stream.read_log(0, 5, 0).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error:?}");
     // A partition that is gone from the front is passed over at once.
-    db.batch_execute("ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p0").await.unwrap();
+    db.batch_execute(
+        "ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p0",
+    )
+    .await
+    .unwrap();
     assert_eq!(stream.read_log(0, i64::MAX, 1).await.unwrap().records[0].id, 1000);
 }
 
@@ -168,7 +172,10 @@ async fn messages_keep_what_they_have_under_new_ids() {
     for (was, is) in records.iter().zip(&all[10..]) {
         assert_eq!(is.id, 11 + (was.id - 1) / 2);
         assert_eq!((was.produced_at, was.expires_at), (is.produced_at, is.expires_at));
-        assert_eq!((&was.key, &was.routing_key, was.payload), (&is.key, &is.routing_key, is.payload));
+        assert_eq!(
+            (&was.key, &was.routing_key, was.payload),
+            (&is.key, &is.routing_key, is.payload)
+        );
     }
     // Digits and all.
     let headers = all[13].headers.as_deref().unwrap();
@@ -250,7 +257,9 @@ async fn ids_are_kept_only_above_all_that_was() {
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.message_log_1").await, 101);
 
     // What cursors know counts as well: a group that was told to start at an id that is not there yet, or was.
-    db.batch_execute("UPDATE sqlstreams.consumer_group_cursor_1 SET claimed = 20000").await.unwrap();
+    db.batch_execute("UPDATE sqlstreams.consumer_group_cursor_1 SET claimed = 20000")
+        .await
+        .unwrap();
     records = vec![record(20_000, 0)];
     let error = stream.import(&records, &keep).await.unwrap_err();
     assert!(error.to_string().contains("20000"), "{error}");
@@ -327,8 +336,13 @@ async fn kept_ids_come_with_their_transaction_or_not_at_all() {
     assert_eq!(ids(&read_all(&stream, 10).await.0), [1, 2, 3, 1000, 1002, 1003]);
 
     // It waits for who writes, not for ever, and tells.
-    db.batch_execute("BEGIN; INSERT INTO sqlstreams.message_log_1 (payload) VALUES ('5')").await.unwrap();
-    let error = importer.batch_execute(&KEEP.replace("1000", "2000").replace("1002", "2002")).await.unwrap_err();
+    db.batch_execute("BEGIN; INSERT INTO sqlstreams.message_log_1 (payload) VALUES ('5')")
+        .await
+        .unwrap();
+    let error = importer
+        .batch_execute(&KEEP.replace("1000", "2000").replace("1002", "2002"))
+        .await
+        .unwrap_err();
     assert_eq!(error.code().unwrap().code(), "55P03");
     db.batch_execute("COMMIT").await.unwrap();
 }
@@ -469,17 +483,24 @@ async fn what_is_read_is_what_was_imported() {
                 expires.map(|us| SystemTime::UNIX_EPOCH + Duration::from_micros(us));
             records.push(record);
         }
-        records.push(Record::new(id + 1, SystemTime::UNIX_EPOCH, match payload_type {
-            PayloadType::Json | PayloadType::Jsonb => format!("\"{}\"", "é".repeat(500_000)).into_bytes(),
-            PayloadType::Text => "é".repeat(500_000).into_bytes(),
-            _ => vec![0; 1_000_000],
-        }));
+        records.push(Record::new(
+            id + 1,
+            SystemTime::UNIX_EPOCH,
+            match payload_type {
+                PayloadType::Json | PayloadType::Jsonb => {
+                    format!("\"{}\"", "é".repeat(500_000)).into_bytes()
+                }
+                PayloadType::Text => "é".repeat(500_000).into_bytes(),
+                _ => vec![0; 1_000_000],
+            },
+        ));
         records.last_mut().unwrap().key = Some("large".to_owned());
         let keep = Import::new().keep_ids(true);
         first.import(&records, &keep).await.unwrap();
         let (read, _) = read_all(&first, 100).await;
         if payload_type != PayloadType::Jsonb {
-            let payloads = |all: &[Record<Vec<u8>>]| all.iter().map(|r| r.payload.clone()).collect::<Vec<_>>();
+            let payloads =
+                |all: &[Record<Vec<u8>>]| all.iter().map(|r| r.payload.clone()).collect::<Vec<_>>();
             assert!(payloads(&read) == payloads(&records), "{payload_type}");
         }
         second.import(&read, &keep).await.unwrap();

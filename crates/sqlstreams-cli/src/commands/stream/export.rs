@@ -225,7 +225,8 @@ async fn move_group(
     output: Option<&PathBuf>,
 ) -> Result<(), Failure> {
     group.move_cursor(from, upto).await.map_err(|error| {
-        let what = output.map_or_else(|| "the output".to_owned(), |file| file.display().to_string());
+        let what =
+            output.map_or_else(|| "the output".to_owned(), |file| file.display().to_string());
         Failure::from(&error)
             .within(&format!("{what} is whole, but group {:?} did not move", group.name()))
             .also_hint("The next export has these messages again.")
@@ -245,7 +246,12 @@ fn stopped(
     ExitCode::from(code)
 }
 
-fn tell(args: &ExportArgs, context: &Context, about: &About, done: &Exported) -> anyhow::Result<()> {
+fn tell(
+    args: &ExportArgs,
+    context: &Context,
+    about: &About,
+    done: &Exported,
+) -> anyhow::Result<()> {
     if context.json() {
         let summary = json!({
             "stream": args.stream,

@@ -95,7 +95,9 @@ pub(crate) async fn run(args: ImportArgs, context: &Context) -> anyhow::Result<E
             None => break Ok(()),
             Some(Err(failure)) => break Err(failure),
             Some(Ok(batch)) => {
-                if let Err(failure) = import(&stream, batch, &how, &args, unit, &mut done, &progress).await {
+                if let Err(failure) =
+                    import(&stream, batch, &how, &args, unit, &mut done, &progress).await
+                {
                     break Err(failure);
                 }
             }
@@ -139,7 +141,9 @@ async fn import(
         let failure = Failure::from(&error);
         match (error.place().and_then(|at| places.get(at)), places.first(), places.last()) {
             (Some(place), ..) => failure.within(&format!("{unit} {place}")).detail(unit, *place),
-            (None, Some(first), Some(last)) => failure.within(&format!("{unit}s {first} to {last}")),
+            (None, Some(first), Some(last)) => {
+                failure.within(&format!("{unit}s {first} to {last}"))
+            }
             _ => failure,
         }
     })?;
