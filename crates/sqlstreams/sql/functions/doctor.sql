@@ -115,10 +115,12 @@ BEGIN
         FROM late_sequences() AS l HAVING count(*) > 0;
     END IF;
     SELECT * INTO was FROM installation ORDER BY number DESC LIMIT 1;
-    IF p_stream IS NULL AND (was.system, was.database, was.schema, was.timeline) IS DISTINCT FROM (e.system, e.database, e.schema, e.timeline) THEN
+    -- 0: whoever looked was not allowed to know.
+    IF p_stream IS NULL AND (was.number IS NULL OR (was.database, was.schema) <> (e.database, e.schema)
+                             OR 0 NOT IN (was.system, e.system) AND (was.system, was.timeline) <> (e.system, e.timeline)) THEN
         RETURN QUERY SELECT 'restored', 'warning', NULL::text, NULL::text,
             CASE WHEN was.number IS NULL THEN 'where this installation lives is not known: its tables were restored without table installation'
-                 WHEN was.system <> e.system THEN 'this installation was made in another cluster: it was restored or copied, or the server was upgraded'
+                 WHEN was.system <> e.system AND 0 NOT IN (was.system, e.system) THEN 'this installation was made in another cluster: it was restored or copied, or the server was upgraded'
                  WHEN (was.database, was.schema) IS DISTINCT FROM (e.database, e.schema) THEN 'this installation was made in another database: it was restored or copied'
                  ELSE format('the server is on timeline %s, and was on %s: it was restored to some point, or a standby took over', e.timeline, was.timeline) END,
             'Ids that were given out after that point would be given out again, to other messages: whoever outside of the database remembers ids takes one for the other. --fix leaves a million ids out in each stream, and remembers the new place.',
@@ -230,7 +232,7 @@ BEGIN
         FOR r IN
             SELECT format('session %s', a.pid) AS who, a.pid, NULL::text AS gid, clock_timestamp() - a.xact_start AS age FROM pg_stat_activity AS a
             WHERE a.backend_xmin IS NOT NULL AND a.xact_start < clock_timestamp() - p_old AND a.pid <> pg_backend_pid() AND a.datname = current_database()
-            UNION ALL SELECT format('prepared transaction %L', p.gid), NULL, p.gid, clock_timestamp() - p.prepared FROM pg_prepared_xacts AS p WHERE p.prepared < clock_timestamp() - p_old
+            UNION ALL SELECT format('prepared transaction %L', p.gid), NULL, p.gid, clock_timestamp() - p.prepared FROM pg_prepared_xacts AS p WHERE p.prepared < clock_timestamp() - p_old AND p.database = current_database()
             UNION ALL SELECT format('replication slot %s', quote_ident(slot_name)), NULL, NULL, NULL FROM pg_replication_slots WHERE NOT active AND age(coalesce(xmin, catalog_xmin)) > 1000000
             ORDER BY 4 DESC LIMIT 10
         LOOP

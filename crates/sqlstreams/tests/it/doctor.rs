@@ -189,6 +189,9 @@ async fn tb_150_another_place_is_another_epoch() {
         assert_eq!(codes(&client.doctor()).await, [""; 0]);
         assert_eq!(stream.producer().send(&1).await.unwrap().id, head + 1_000_001);
     }
+    // Whoever installed it was not allowed to know, which says nothing.
+    db.batch_execute("UPDATE sqlstreams.installation SET system = 0, timeline = 0").await.unwrap();
+    assert_eq!(codes(&client.doctor()).await, [""; 0]);
     db.batch_execute("DELETE FROM sqlstreams.installation").await.unwrap();
     let found = finding(&client.doctor()).await;
     assert!(found.message.contains("not known"), "{found:?}");
