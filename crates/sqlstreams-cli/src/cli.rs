@@ -10,7 +10,8 @@ use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
 use crate::commands::{
-    consume, dead, delayed, down, group, maintain, message, migrate, produce, schedule, stream, up,
+    consume, dead, delayed, doctor, down, group, maintain, message, migrate, produce, schedule,
+    stream, up,
 };
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
@@ -81,7 +82,7 @@ pub(crate) enum Command {
     Down(down::DownArgs),
     /// Install the schema, or bring it up to date
     Migrate(migrate::MigrateArgs),
-    /// Create, list, show, alter and drop streams
+    /// Create, list, show, alter, export, import and drop streams
     #[command(subcommand)]
     Stream(stream::StreamCommand),
     /// Send lines of a file or of stdin as messages
@@ -105,6 +106,8 @@ pub(crate) enum Command {
     /// Create, list, show, alter, pause, run and drop schedules
     #[command(subcommand)]
     Schedule(schedule::ScheduleCommand),
+    /// Say what is wrong with an installation, and repair it: after a restore, for one
+    Doctor(doctor::DoctorArgs),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),

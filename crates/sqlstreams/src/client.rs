@@ -8,10 +8,11 @@ use futures_util::future::join3;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_postgres::Row;
-use tokio_postgres::types::ToSql;
+use tokio_postgres::types::{ToSql, Type};
 
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
+use crate::doctor::Doctor;
 use crate::error::{Error, ErrorKind, Result};
 use crate::maintain::Duty;
 use crate::migrate::{self, MigrationReport};
@@ -221,10 +222,22 @@ pub(crate) async fn transact(
     query: &Query,
     params: &[&(dyn ToSql + Sync)],
 ) -> Result<Vec<Row>, tokio_postgres::Error> {
+    debug_assert_eq!(params.len(), query.types.len(), "{}", query.sql);
+    let typed: Vec<_> = params.iter().copied().zip(query.types.iter().cloned()).collect();
+    transact_typed(connection, begin, &query.sql, &typed).await
+}
+
+/// The same for a statement whose types depend on the stream's.
+pub(crate) async fn transact_typed(
+    connection: &tokio_postgres::Client,
+    begin: &str,
+    sql: &str,
+    params: &[(&(dyn ToSql + Sync), Type)],
+) -> Result<Vec<Row>, tokio_postgres::Error> {
     // Written in this order at the first poll; a statement that fails makes the commit a rollback.
     let (begun, rows, committed) = join3(
         connection.batch_execute(begin),
-        run(connection, query, params),
+        connection.query_typed(sql, params),
         connection.batch_execute("COMMIT"),
     )
     .await;
@@ -293,6 +306,17 @@ impl ClientBuilder {
             migrate::check(&connection, &client.inner.schema).await?;
         }
         Ok(client)
+    }
+
+    /// Connects for [`Doctor`](crate::Doctor), which also looks at a schema that is missing or of another version. Installs nothing.
+    ///
+    /// # Errors
+    /// As [`Client::connect`], but for what the doctor finds.
+    pub async fn doctor(self) -> Result<Doctor> {
+        let client = self.open()?;
+        // Whether there is a database at all.
+        client.connection("look at the schema").await?;
+        Ok(client.doctor())
     }
 
     /// Connects, installs or upgrades the schema whatever [`migrate`](Self::migrate) says, and tells what that changed.

@@ -49,6 +49,8 @@ pub enum ErrorKind {
     Conflict,
     /// The group has messages that are handed out or wait for another attempt.
     GroupBusy,
+    /// A message cannot be imported under its own id: the stream has another one there, or has come beyond it.
+    ImportConflict,
     /// A name is empty, longer than 200 bytes or holds a NUL.
     InvalidName,
     /// Some other argument is out of its range.
@@ -90,6 +92,7 @@ impl ErrorKind {
             Self::WrongMode => "wrong_mode",
             Self::Conflict => "conflict",
             Self::GroupBusy => "group_busy",
+            Self::ImportConflict => "import_conflict",
             Self::InvalidName => "invalid_name",
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
@@ -183,6 +186,12 @@ impl Error {
         db.detail()?.parse().ok()
     }
 
+    /// What PostgreSQL said in addition, for programs.
+    pub(crate) fn detail(&self) -> Option<&str> {
+        let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;
+        source.as_db_error()?.detail()
+    }
+
     /// Whether the same call may succeed later without any change: the connection broke, or the server was busy.
     pub fn is_retryable(&self) -> bool {
         match self.0.kind {
@@ -273,6 +282,7 @@ impl Error {
             "SQ020" => ErrorKind::InvalidBinding,
             "SQ030" => ErrorKind::UnknownSchedule,
             "SQ031" => ErrorKind::ScheduleExists,
+            "SQ040" | "SQ041" => ErrorKind::ImportConflict,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

@@ -81,8 +81,10 @@ mod connect;
 mod consume;
 mod dead;
 mod delayed;
+mod doctor;
 mod error;
 mod group;
+mod import;
 mod maintain;
 mod message;
 mod migrate;
@@ -93,6 +95,7 @@ mod payload;
 mod pool;
 mod produce;
 mod queries;
+mod read;
 mod reason;
 mod reclaim;
 mod retention;
@@ -113,11 +116,13 @@ pub use consume::{
 };
 pub use dead::Exception;
 pub use delayed::Delayed;
+pub use doctor::{Doctor, Finding, Severity};
 pub use error::{Error, ErrorKind, Result};
 pub use group::{
     Group, GroupBuilder, GroupStatus, Mode, Replay, ReplayStatus, Replaying, RetryPolicy, Seek,
     Sought, Start,
 };
+pub use import::{Import, Imported};
 pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
@@ -129,6 +134,7 @@ pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, T
 pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
+pub use read::{LogPage, Record};
 pub use reclaim::{Left, Reclaimed};
 pub use retention::{HoldReason, Retained, Retention, RetentionHold};
 pub use schedule::{
@@ -165,4 +171,8 @@ mod pages {
     struct Schedules;
     #[doc = include_str!("../../../docs/replay.md")]
     struct Replay;
+    #[doc = include_str!("../../../docs/export.md")]
+    struct Export;
+    #[doc = include_str!("../../../docs/backup.md")]
+    struct Backup;
 }

@@ -140,15 +140,21 @@ queries! {
         due_schedules: [TIMESTAMPTZ, INT8],
         fire_schedule: [INT8, INT8, TIMESTAMPTZ_ARRAY, INT4, INT8, TIMESTAMPTZ, TIMESTAMPTZ, TIMESTAMPTZ],
         fail_schedule: [INT8, INT8, TEXT],
+        import_upto: [INT8, TEXT],
+        move_cursor: [INT8, INT8, INT8, INT8],
+        doctor: [TEXT],
+        doctor_repair: [TEXT, TEXT],
     }
 }
 
 queries! {
     /// Those that name a stream's tables or depend on its payload type.
     StreamQueries {
-        // The payloads' type is added by hand where these two are sent.
+        // The payloads' type is added by hand where these three are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
         produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, INT8_ARRAY],
+        import_messages: [INT8, BOOL, TEXT, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, TIMESTAMPTZ_ARRAY],
+        read_log: [INT8, INT8, INT8, INT8, INT8],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8, INT8],
@@ -201,7 +207,9 @@ mod tests {
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {
-                    "insert" | "produce" => [query.types, &[payload_type.array_type()]].concat(),
+                    "insert" | "produce" | "import_messages" => {
+                        [query.types, &[payload_type.array_type()]].concat()
+                    }
                     _ => query.types.to_vec(),
                 };
                 let prepared = connection.prepare_typed(&query.sql, &types).await;

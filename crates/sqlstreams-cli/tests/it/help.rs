@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 66] = [
+const COMMANDS: [&[&str]; 69] = [
     &[],
     &["demo"],
     &["up"],
@@ -15,6 +15,8 @@ const COMMANDS: [&[&str]; 66] = [
     &["stream", "alter"],
     &["stream", "compact"],
     &["stream", "retain"],
+    &["stream", "export"],
+    &["stream", "import"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
@@ -60,6 +62,7 @@ const COMMANDS: [&[&str]; 66] = [
     &["schedule", "resume"],
     &["schedule", "history"],
     &["schedule", "drop"],
+    &["doctor"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
@@ -145,6 +148,8 @@ fn values_may_begin_with_a_minus() {
         (&["stream", "alter", "s", "--retain-for", "-1s"], "longer than nothing"),
         (&["stream", "create", "s", "--retain-bytes", "-1"], "whole number"),
         (&["dead", "list", "s", "-g", "g", "--after", "-1"], "not in 0.."),
+        (&["stream", "export", "s", "--from", "-1"], "ids begin at 1"),
+        (&["stream", "import", "s", "--after", "-1"], "not in 0.."),
         (&["dead", "list", "s", "-g", "g", "--limit", "-1"], "not in 1.."),
         (&["dead", "redrive", "s", "-g", "g", "-1"], "not in 1.."),
         (&["delayed", "list", "s", "--after", "-1"], "write a time and an id"),

@@ -14,8 +14,7 @@ CREATE OR REPLACE FUNCTION create_stream(p_name text, p_payload_type text DEFAUL
     p_retain_resolved boolean DEFAULT NULL, p_drop_unread boolean DEFAULT NULL, p_retain_dead_for interval DEFAULT NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    n    bigint;
-    part text;
+    n bigint;
 BEGIN
     PERFORM require_name('stream', p_name);
     IF p_payload_type IS NULL OR p_payload_type NOT IN ('json', 'jsonb', 'text', 'bytea') THEN
@@ -37,7 +36,19 @@ BEGIN
     END IF;
     INSERT INTO stream_fence (stream_id, generation) VALUES (n, 0);
     INSERT INTO stream_pace (stream_id, head, seen_at, rated_at) VALUES (n, 0, clock_timestamp(), clock_timestamp());
+    PERFORM make_stream_tables(n, p_payload_type, coalesce(p_compacted, false));
+    PERFORM make_stream_functions(n);
+    PERFORM ensure_partitions(n);
+    PERFORM alter_stream(n, p_notify, NULL, p_retain_for, p_retain_bytes, p_retain_count, p_retain_resolved, p_drop_unread, p_retain_dead_for);
+    RETURN n;
+END $$;
 
+-- The tables of one stream, but for the partitions of its log.
+CREATE OR REPLACE FUNCTION make_stream_tables(n bigint, p_payload_type text, p_compacted boolean) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    part text;
+BEGIN
     -- The log. CACHE 1: with a larger cache a session would hold ids that it draws only later, and the fence could
     -- not tell them from ids that never come.
     EXECUTE format(
@@ -198,11 +209,6 @@ BEGIN
             EXECUTE format('ALTER TABLE %I ALTER COLUMN payload SET NOT NULL', part || n);
         END IF;
     END LOOP;
-
-    PERFORM make_stream_functions(n);
-    PERFORM ensure_partitions(n);
-    PERFORM alter_stream(n, p_notify, NULL, p_retain_for, p_retain_bytes, p_retain_count, p_retain_resolved, p_drop_unread, p_retain_dead_for);
-    RETURN n;
 END $$;
 
 -- Changes settings of a stream; NULL leaves one as it is. p_notify: whether every INSERT rings for the consumers from inside

@@ -230,6 +230,28 @@ CREATE TABLE maintenance_step (
 -- Consumer processes that can be seen to have died: each holds a shared advisory lock on its number. See functions/owner.sql.
 CREATE SEQUENCE consumer_owner MINVALUE 1 MAXVALUE 2147483647 CYCLE CACHE 1;
 
+-- How far imports came that have a name, by the ids of where they come from: see functions/import.sql.
+CREATE TABLE import_progress (
+    stream_id bigint NOT NULL REFERENCES stream ON DELETE CASCADE,
+    name      text COLLATE "C" NOT NULL CHECK (octet_length(name) BETWEEN 1 AND 200),
+    upto      bigint NOT NULL DEFAULT 0,
+    messages  bigint NOT NULL DEFAULT 0,
+    at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (stream_id, name)
+);
+
+-- Where this installation lives: when that is another cluster, database or timeline than it was, it was restored, copied, or the server failed
+-- over; see functions/doctor.sql. The latest counts.
+CREATE TABLE installation (
+    number      bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    -- the cluster's identifier, its timeline, and the oids of database and schema
+    system      bigint NOT NULL,
+    timeline    bigint NOT NULL,
+    database    bigint NOT NULL,
+    schema      bigint NOT NULL,
+    recorded_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+
 -- What operators did that cannot be read off the tables afterwards. Names are copied: the row outlives them.
 CREATE TABLE audit (
     id          bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,

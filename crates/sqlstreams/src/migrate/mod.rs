@@ -92,6 +92,12 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
     Installed::look(client, schema).await?.require_usable(schema)
 }
 
+/// Whether the schema is of a later version than this crate's, so that migrating is of no use.
+pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool> {
+    let found = Installed::look(client, schema).await?;
+    Ok(matches!(found, Installed::Newer(_) | Installed::TooNew(..)))
+}
+
 /// What comes next, or what a transaction did.
 enum Step {
     /// Somebody else was faster: the schema has this version.

@@ -4,6 +4,7 @@
 #![allow(unreachable_pub)] // Nothing here is reachable from outside.
 
 mod ambiguous;
+mod backup;
 mod batches;
 mod binding_limits;
 mod binding_versions;
@@ -17,6 +18,7 @@ mod crash;
 mod defaults;
 mod delayed;
 mod delivery;
+mod doctor;
 mod dropped;
 mod economics;
 mod exactly_once;
@@ -77,6 +79,7 @@ mod support;
 mod surplus;
 mod tokens;
 mod transactions;
+mod transfer;
 mod unrelated;
 mod upgrade;
 
