@@ -19,14 +19,24 @@ pub(crate) struct Migration {
     pub(crate) functions: &'static str,
 }
 
-pub(crate) const MIGRATIONS: &[Migration] = &[Migration {
-    version: 1,
-    name: "catalog",
-    oldest: 1,
-    catalog: include_str!("../../sql/migrations/0001_catalog.sql"),
-    stream: None,
-    functions: "",
-}];
+pub(crate) const MIGRATIONS: &[Migration] = &[
+    Migration {
+        version: 1,
+        name: "catalog",
+        oldest: 1,
+        catalog: include_str!("../../sql/migrations/0001_catalog.sql"),
+        stream: None,
+        functions: "",
+    },
+    Migration {
+        version: 2,
+        name: "upkeep",
+        oldest: 1,
+        catalog: include_str!("../../sql/migrations/0002_upkeep.sql"),
+        stream: Some(include_str!("../../sql/migrations/0002_upkeep_stream.sql")),
+        functions: include_str!("../../sql/migrations/0002_upkeep_functions.sql"),
+    },
+];
 
 /// In the order of their use: SQL-language functions and views are checked when they are made.
 pub(crate) const FUNCTIONS: &[&str] = &[
