@@ -24,6 +24,8 @@ const CHUNKS: u32 = 20;
 const UNSEALED: Duration = Duration::from_secs(15);
 /// When to come again where somebody else is at it.
 const BUSY: Duration = Duration::from_secs(60);
+/// So often it is tried to give space back where that brings nothing.
+const TRIES: u64 = 10;
 /// So many partitions are written anew in one step.
 const PARTITIONS: usize = 3;
 /// The pause between two compactions of a stream, and between two looks for space.
@@ -239,20 +241,25 @@ async fn want_space(client: &Client, stream: i64) -> Result<()> {
 
 /// A few partitions, which are written anew.
 async fn reclaim(client: &Client, stream: i64) -> Result<Done> {
-    let (mut shrunk, mut busy) = (false, false);
-    let found = reclaim::candidates(client, stream).await?;
-    for found in found.iter().filter(|found| found.permitted).take(PARTITIONS) {
-        let (after, left) = reclaim::rewrite(client, &found.partition, found.bytes).await?;
-        busy |= left.is_some();
-        // What somebody's snapshot sees stays, and writing it again and again would not change that.
-        shrunk |= after < found.bytes / 4 * 3;
+    let (mut shrunk, mut found) = (false, 0);
+    let candidates = reclaim::candidates(client, stream).await?;
+    for candidate in candidates.iter().filter(|candidate| candidate.permitted).take(PARTITIONS) {
+        let (after, _) = reclaim::rewrite(client, &candidate.partition, candidate.bytes).await?;
+        // It is in use, or somebody's snapshot sees what is gone: then it is no use to write it again and again.
+        shrunk |= after < candidate.bytes / 4 * 3;
+        found += 1;
     }
-    Ok(match (shrunk, busy) {
-        (true, _) => Done { more: true, ..Done::default() },
-        (false, true) => Done { next: Some(PAUSE), ..Done::default() },
+    if shrunk {
+        return Ok(Done { more: true, ..Done::default() });
+    }
+    let mut memory = remembered(client, Step::Reclaim, stream).await?;
+    let tries = memory.get("tries").and_then(Value::as_u64).unwrap_or_default() + 1;
+    if found == 0 || tries >= TRIES {
         // Until compaction asks for it again.
-        (false, false) => Done { memory: Some(Map::new()), ..Done::default() },
-    })
+        return Ok(Done { memory: Some(Map::new()), ..Done::default() });
+    }
+    memory.insert("tries".to_owned(), tries.into());
+    Ok(Done { next: Some(PAUSE), memory: Some(memory), ..Done::default() })
 }
 
 /// What a step said it wants to know.

@@ -178,7 +178,12 @@ async fn a_step_that_fails_does_not_keep_others_from_being_done() {
     client.maintenance().once().await.unwrap();
     assert_eq!(partitions(&db, 1).await, 6);
     let failed = failures(&client).await;
-    assert_eq!((&*failed[0].step, &failed[0].stream), ("seal", &None), "{failed:?}");
+    assert_eq!((&*failed[0].step, &failed[0].stream), ("look", &None), "{failed:?}");
+    assert!(failed[0].error.starts_with("seal: "), "{failed:?}");
+    let sql = "CREATE FUNCTION sqlstreams.seal_due(p_heads sqlstreams.stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval) LANGUAGE sql AS 'SELECT 1, interval ''0'' WHERE false'";
+    db.batch_execute(sql).await.unwrap();
+    client.maintenance().once().await.unwrap();
+    assert_eq!(failures(&client).await, []);
 }
 
 #[tokio::test(flavor = "multi_thread")]
