@@ -311,10 +311,12 @@ END $$;
 
 -- The schedules to look at now, the first due first, at most p_limit, and after those with due_in above zero the one that is next. p_from bounds the
 -- look from below: no schedule was due before that when it was last looked without it.
+--
+-- Planned without p_from: for the value the planner would look where the index really begins, among rows that are dead.
 CREATE OR REPLACE FUNCTION due_schedules(p_from timestamptz DEFAULT '-infinity', p_limit bigint DEFAULT 100)
 RETURNS TABLE (looked_at timestamptz, due_in interval, id bigint, turn bigint, stream_id bigint, name text, cron text, at timestamptz, zone text, missed text,
                grace interval, catch_up int, since timestamptz, done_until timestamptz)
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     now timestamptz := clock_timestamp();
@@ -331,7 +333,7 @@ END $$;
 -- The step of the maintenance: until when there is nothing to do (maintain.sql). It looks from where the step, which says that in its memory, has left off; if that
 -- is long ago, at all of them.
 CREATE OR REPLACE FUNCTION schedules_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
-LANGUAGE plpgsql VOLATILE SET enable_seqscan = off AS $$
+LANGUAGE plpgsql VOLATILE SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 DECLARE
     now    timestamptz := clock_timestamp();
     bound  timestamptz := (SELECT (memory->>'from')::timestamptz FROM maintenance_step WHERE step = 'schedules' AND maintenance_step.stream_id IS NULL);

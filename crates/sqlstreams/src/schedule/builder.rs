@@ -153,7 +153,7 @@ impl ScheduleBuilder {
         let is_new = (&cron, at, &zone) != (&info.cron, info.at, &info.zone);
         let since = self.client.server_time().await?;
         let next = match is_new {
-            true => Some(first(cron.as_deref(), at, &zone, since)?),
+            true => first(cron.as_deref(), at, &zone, since)?,
             false => None,
         };
         let (cron, at) = if is_new { (cron, at) } else { (None, None) };
@@ -223,25 +223,22 @@ impl ScheduleBuilder {
     }
 }
 
-/// The first of these times after one.
+/// The first of these times after one; `None` for a single time that has been, which the server refuses where it is new.
 fn first(
     cron: Option<&str>,
     at: Option<SystemTime>,
     zone: &str,
     since: SystemTime,
-) -> Result<SystemTime> {
-    let table = match (cron, at) {
-        (Some(cron), _) => Timetable::since(cron, zone, since)?,
-        (None, at) => Timetable::at(at.unwrap_or(since))?,
+) -> Result<Option<SystemTime>> {
+    let Some(cron) = cron else {
+        return Ok(Timetable::at(at.unwrap_or(since))?.next_after(since));
     };
-    table.next_after(since).ok_or_else(|| {
-        let text = match table.is_once() {
-            true => "the time has been",
-            false => "none of these times comes any more",
-        };
-        Error::new(ErrorKind::InvalidArgument, text)
-            .with_hint("Give one that lies ahead; to produce the message now, run the schedule.")
-    })
+    let next = Timetable::since(cron, zone, since)?.next_after(since);
+    let over = || {
+        Error::new(ErrorKind::InvalidArgument, "none of these times comes any more")
+            .with_hint("Give some that lie ahead.")
+    };
+    next.map(Some).ok_or_else(over)
 }
 
 /// As precise as the database is.

@@ -20,7 +20,7 @@ const MOST: i64 = 200;
 /// So many are sent in one write, each a transaction of its own.
 const TOGETHER: usize = 20;
 /// How long the server may take for those.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(30);
 /// After so long the rest is left for the next time.
 const ENOUGH: Duration = Duration::from_secs(5);
 /// When to come again to what others were at.

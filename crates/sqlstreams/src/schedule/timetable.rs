@@ -112,11 +112,6 @@ impl Timetable {
         }
     }
 
-    /// Whether it has no more than one time.
-    pub(super) fn is_once(&self) -> bool {
-        matches!(self.times, Times::Once(_))
-    }
-
     /// The next time that clocks show. Between two changes of the clocks they run evenly.
     fn next_shown(&self, cron: &Cron, after: Timestamp) -> Option<Timestamp> {
         let mut from = after.checked_add(SignedDuration::from_nanos(1)).ok()?;

@@ -379,6 +379,10 @@ async fn a_single_time_comes_once_and_then_it_is_over() {
     assert_eq!(client.fire_schedules().await.unwrap(), Default::default());
     let sql = "SELECT count(*) FROM sqlstreams.message_log_1 WHERE produced_at >= (headers->>'fire_time')::timestamptz";
     assert_eq!(count(&db, sql).await, 1);
+    // A program that says at its start what there is to be may be started later, too.
+    let builder = client.schedule("once").at(at).produce(&stream, Outgoing::new(&1));
+    builder.create_or_replace().await.unwrap();
+    assert_eq!(schedule.info().await.unwrap().state, ScheduleState::Over);
     // Another time starts it again.
     client.schedule("once").at(SystemTime::now() + HOUR).alter().await.unwrap();
     assert_eq!(schedule.info().await.unwrap().state, ScheduleState::Active);
