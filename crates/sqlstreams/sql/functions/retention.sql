@@ -16,17 +16,19 @@
 --   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as well.
 --   * The parent is locked SHARE UPDATE EXCLUSIVE at most: neither producers nor readers wait, and the fence does not take it for a writer.
 
--- How far every group of a stream has resolved, and whose that is; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
-CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, OUT resolved bigint, OUT group_id bigint)
+-- How far every group of a stream (or p_group) has resolved, and which is furthest behind; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
+-- What a group is still to be handed out once more (a replay, in the cursor's replays) counts as not resolved.
+CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, p_group bigint DEFAULT NULL, OUT resolved bigint, OUT group_id bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
-        'SELECT least(c.claimed, l.lowest - 1), g.id
+        'SELECT least(c.claimed, l.lowest - 1, r.lowest - 1), g.id
          FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+         CROSS JOIN LATERAL (SELECT claimed, first_open, to_jsonb(c) -> ''replays'' AS replays FROM %I AS c WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
          CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
-         WHERE g.stream_id = $1 ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO resolved, group_id USING p_stream;
+         CROSS JOIN LATERAL (SELECT min((r ->> ''next_id'')::bigint) AS lowest FROM jsonb_array_elements(CASE jsonb_typeof(c.replays) WHEN ''array'' THEN c.replays END) AS r) AS r
+         WHERE g.stream_id = $1 AND (g.id = $2 OR $2 IS NULL) ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
+        INTO resolved, group_id USING p_stream, p_group;
 END $$;
 
 -- The lowest id that is kept, which stays so until the caller's transaction ends: for whoever puts a cursor somewhere, or refers to messages of the log in any other way.
@@ -303,21 +305,26 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     ORDER BY a.opened DESC, a.xact_start LIMIT 1
 $$;
 
--- The step of a stream has ended; p_detaching: what is leaving waits for others. Notes that, and says when to come again.
-CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean) RETURNS interval
+-- The step of a stream has ended; p_detaching: what is leaving waits for others; p_held: a group keeps something; p_idle: there was nothing to do. Notes that, and
+-- says when to come again.
+CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean, p_idle boolean) RETURNS interval
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
     h retention_hold;
 BEGIN
     IF NOT p_permitted THEN
         PERFORM set_retention_hold(p_stream, 'privilege', p_detail => format('%s is not the owner of the tables', quote_ident(current_user)));
-    ELSIF p_detaching THEN
+    ELSIF p_detaching AND NOT p_held THEN
         PERFORM set_retention_hold(p_stream, 'detach', p_detail => detach_blocker(p_stream));
     ELSIF NOT p_held THEN
         PERFORM set_retention_hold(p_stream, NULL);
     END IF;
     IF p_detaching THEN
         RETURN interval '1 second';
+    END IF;
+    IF p_idle AND p_permitted AND NOT p_held THEN
+        -- It seemed to be due, as where there is no group that could resolve anything.
+        RETURN interval '10 minutes';
     END IF;
     SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
     -- What has been held up for long is looked at more rarely.
@@ -334,10 +341,7 @@ BEGIN
     IF FOUND THEN
         SELECT h.reason, g.name, h.since, h.detail INTO reason, consumer_group, since, detail FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
         IF h.group_id IS NOT NULL THEN
-            EXECUTE format(
-                'SELECT least(c.claimed, (SELECT min(lower(pending)) - 1 FROM %2$I WHERE group_id = $1 AND seq >= c.first_open))
-                 FROM (SELECT claimed, first_open FROM %1$I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1) AS c', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-                INTO resolved USING h.group_id;
+            resolved := (retention_floor(p_stream, h.group_id)).resolved;
         END IF;
         RETURN NEXT;
     END IF;

@@ -56,12 +56,13 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     let retired = client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await?;
     let (held, permitted): (bool, bool) = (retired.get(0), retired.get(1));
     let mut ended = Ended { waiting: held || !permitted, ..Ended::default() };
-    let mut detaching = false;
+    let (mut detaching, mut idle) = (false, true);
     if permitted {
         ended.more = skip(client, stream, deadline).await?;
         let mut at = if ended.more { Vec::new() } else { leaving(client, stream).await? };
         // A whole batch: there may be others behind it.
         let full = at.len() >= AT_ONCE as usize;
+        idle = at.is_empty() && !ended.more;
         // Only one can be halfway out.
         let pending = at.iter().find(|leaf| leaf.pending).map(|leaf| leaf.number);
         for leaf in at.drain(..) {
