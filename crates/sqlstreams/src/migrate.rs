@@ -60,6 +60,7 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/reclaim.sql"),
     include_str!("../sql/functions/retention.sql"),
     include_str!("../sql/functions/archive.sql"),
+    include_str!("../sql/functions/group_expiry.sql"),
     include_str!("../sql/functions/maintain.sql"),
     include_str!("../sql/functions/generated.sql"),
 ];

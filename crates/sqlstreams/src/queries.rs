@@ -119,6 +119,9 @@ queries! {
         seal_partitions: [INT8],
         next_expiry_of_keys: [INT8, TIMESTAMPTZ],
         maintenance_holder: [],
+        maintain_groups: [INT8, INT8],
+        note_consumers: [INT8_ARRAY],
+        expire_groups_after: [INT8, FLOAT8],
         maintenance_steps: [],
         maintenance_failures: [INT8],
     }

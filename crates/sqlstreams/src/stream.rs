@@ -121,6 +121,8 @@ pub struct StreamInfo {
     pub first_id: i64,
     /// What keeps messages that are to go from going.
     pub hold: Option<RetentionHold>,
+    /// How long groups live that nobody consumes; see [`Stream::set_group_expiry`].
+    pub group_expiry: Option<Duration>,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -412,6 +414,22 @@ impl<T, C> Stream<T, C> {
         self.alter(None, Some(window), None).await
     }
 
+    /// How long groups of the stream live that nobody consumes, 1 hour to 10 years; `None`, the default: for ever. Then [maintenance](crate::Maintenance) drops them, with
+    /// their dead letters. At three quarters of the time their status says so ([`GroupStatus::expires_at`](crate::GroupStatus::expires_at)), and table `audit`.
+    ///
+    /// Claims and settlements are signs of life, and so is a consumer of this crate that runs for a few seconds, whether there is anything to consume or not. Paused groups do not
+    /// expire. No group is dropped sooner than so long after this call.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a time out of range, or the database's.
+    pub async fn set_group_expiry(&self, after: Option<Duration>) -> Result<()> {
+        let client = &self.inner.client;
+        let query = &client.inner.queries.expire_groups_after;
+        let after = after.map(seconds);
+        client.query(query, &[&self.inner.id, &after], "change the stream").await?;
+        Ok(())
+    }
+
     /// How long the stream keeps its messages, from now on; it replaces what was set before. What is gone does not come back.
     ///
     /// # Errors
@@ -523,6 +541,9 @@ impl StreamInfo {
             retention: Retention::from_row(row, 10),
             first_id: row.get(16),
             hold: RetentionHold::from_row(row, 17)?,
+            group_expiry: row
+                .get::<_, Option<f64>>(22)
+                .and_then(|after| Duration::try_from_secs_f64(after).ok()),
         })
     }
 }

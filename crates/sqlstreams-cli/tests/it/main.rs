@@ -14,6 +14,7 @@ mod docs;
 mod exec;
 mod help;
 mod kept;
+mod maintain;
 mod names;
 mod produce;
 mod settings;

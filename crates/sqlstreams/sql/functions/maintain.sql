@@ -113,12 +113,14 @@ BEGIN
     END IF;
     heads := ARRAY(SELECT (u.id, coalesce(pg_sequence_last_value(to_regclass(format('%I.%I', current_schema(), 'message_log_' || u.id || '_id_seq'))), 0), u.partition_size)::stream_head
                    FROM unnest(chosen) AS u);
+    UPDATE maintenance_step AS m SET failing = 0 WHERE m.step = 'look' AND m.failing > 0 AND m.stream_id IN (SELECT (c).id FROM unnest(chosen) AS c);
 EXCEPTION WHEN OTHERS THEN
     heads := '{}';
     FOREACH s IN ARRAY chosen LOOP
         started := clock_timestamp();
         BEGIN
             heads := heads || (s.id, log_head(s.id), s.partition_size)::stream_head;
+            UPDATE maintenance_step AS m SET failing = 0 WHERE m.step = 'look' AND m.failing > 0 AND m.stream_id = s.id;
         EXCEPTION WHEN OTHERS THEN
             PERFORM record_step('look', s.id, started, SQLERRM);
         END;
@@ -133,8 +135,9 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     started timestamptz;
     name    text;
+    failed  boolean := false;
 BEGIN
-    FOREACH name IN ARRAY ARRAY['partitions', 'seal', 'keys', 'compact', 'reclaim', 'retention', 'archive'] LOOP
+    FOREACH name IN ARRAY ARRAY['partitions', 'seal', 'keys', 'groups', 'compact', 'reclaim', 'retention', 'archive'] LOOP
         started := clock_timestamp();
         BEGIN
             RETURN QUERY EXECUTE format(
@@ -144,9 +147,13 @@ BEGIN
                                     UNION ALL SELECT next_due FROM maintenance_step WHERE step = $2 AND stream_id IS NULL AND d.stream_id IS NULL) AS m ON true', name || '_due')
                 USING p_heads, name, started;
         EXCEPTION WHEN OTHERS THEN
-            PERFORM record_step(name, NULL, started, SQLERRM);
+            failed := true;
+            PERFORM record_step('look', NULL, started, name || ': ' || SQLERRM);
         END;
     END LOOP;
+    IF NOT failed THEN
+        UPDATE maintenance_step AS m SET failing = 0 WHERE m.step = 'look' AND m.failing > 0 AND m.stream_id IS NULL;
+    END IF;
 END $$;
 
 -- The statement of each pass. Takes or renews the lease and, if that is held, says what is due of up to 1,000 streams with ids above p_after. The first row has no step, and with next_after from

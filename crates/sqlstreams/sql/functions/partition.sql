@@ -75,9 +75,9 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT 9223372036854775807 / p_size - 1 $$;
 CREATE OR REPLACE FUNCTION stream_rate(p stream_pace, p_now timestamptz) RETURNS double precision
 LANGUAGE sql IMMUTABLE AS $$ SELECT coalesce((p).rate, 0) * 0.5 ^ least(greatest(extract(epoch FROM p_now - (p).rated_at) / 86400, 0), 1000) $$;
 
--- How many partitions there have to be beyond the one that is written to: for ten minutes at that rate, and 3.
+-- How many partitions there have to be beyond the one that is written to: for ten minutes at that rate, 3 at least and 1,000 at most: each makes planning a little dearer.
 CREATE OR REPLACE FUNCTION partitions_ahead(p stream_pace, p_size bigint, p_now timestamptz) RETURNS int
-LANGUAGE sql IMMUTABLE AS $$ SELECT greatest(3, least(ceil(stream_rate(p, p_now) * 600 / p_size), 10000))::int $$;
+LANGUAGE sql IMMUTABLE AS $$ SELECT greatest(3, least(ceil(stream_rate(p, p_now) * 600 / p_size), 1000))::int $$;
 
 -- Measures how fast these streams are. Of those that have moved for at least 5 s it writes the row once a minute, and when the rate has risen by a
 -- quarter. Waits for nobody.
@@ -87,7 +87,8 @@ DECLARE
     now timestamptz := clock_timestamp();
 BEGIN
     WITH moved AS MATERIALIZED (
-             SELECT p.stream_id, h.head, greatest((h.head - p.head) / greatest(extract(epoch FROM now - p.seen_at), 5), 0) AS measured, stream_rate(p, now) AS known, p.seen_at
+             SELECT p.stream_id, h.head, -- More is none that was measured: somebody has set the sequence.
+                    least(greatest((h.head - p.head) / greatest(extract(epoch FROM now - p.seen_at), 5), 0), 1e6) AS measured, stream_rate(p, now) AS known, p.seen_at
              FROM unnest(p_heads) AS h CROSS JOIN LATERAL (SELECT * FROM stream_pace WHERE stream_id = h.stream_id LIMIT 1) AS p
              -- Seen in the future, by a clock that was set back since: begin anew.
              WHERE h.head <> p.head AND (p.seen_at <= now - interval '5 seconds' OR p.seen_at > now)),
@@ -164,14 +165,17 @@ BEGIN
       AND coalesce(made.number, -1) < least(h.head / h.partition_size + partitions_ahead(pace.p, h.partition_size, now), last_partition(h.partition_size));
 END $$;
 
--- more: it is to be called again. trouble: what kept it from making any.
-CREATE OR REPLACE FUNCTION maintain_partitions(p_stream bigint) RETURNS TABLE (made int, more boolean, trouble text)
+-- more: it is to be called again, at once if that is urgent: there is room for less than half a minute, or for fewer than 3 partitions. trouble: what kept it from making any.
+CREATE OR REPLACE FUNCTION maintain_partitions(p_stream bigint) RETURNS TABLE (made int, more boolean, urgent boolean, trouble text)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
     made := ensure_partitions(p_stream, NULL, 8);
+    urgent := coalesce((SELECT number FROM log_partition WHERE stream_id = p_stream ORDER BY number DESC LIMIT 1), -1)
+        < log_head(p_stream) / s.partition_size + greatest(3, (SELECT ceil(stream_rate(p, clock_timestamp()) * 30 / s.partition_size) FROM stream_pace AS p WHERE p.stream_id = p_stream));
     more := EXISTS (SELECT FROM partitions_due(ARRAY[(p_stream, log_head(p_stream), s.partition_size)::stream_head]));
+    urgent := urgent AND more;
     IF more AND made = 0 THEN
         SELECT 'partitions cannot be attached: session ' || string_agg(DISTINCT l.pid || ' holds ' || l.mode, ', session ') || format(' on message_log_%s', p_stream) INTO trouble
         FROM pg_locks AS l

@@ -111,9 +111,12 @@ BEGIN
                 END IF;
             END IF;
             SELECT max(u.id) INTO wanted FROM unnest(ids) AS u(id);
-            IF wanted > 0 AND to_regclass(%11$L || wanted / %12$s) IS NULL THEN
+            rounds := 0;
+            -- Each round waits for up to a second, where somebody makes it, or keeps everybody from it.
+            WHILE wanted > 0 AND rounds < 60 AND to_regclass(%11$L || wanted / %12$s) IS NULL LOOP
                 PERFORM %1$I.ensure_partitions(%5$s);
-            END IF;
+                rounds := rounds + 1;
+            END LOOP;
             now := clock_timestamp();
             INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, expires_at, payload) OVERRIDING SYSTEM VALUE
             SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.expires, u.payload

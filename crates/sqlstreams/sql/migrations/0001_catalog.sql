@@ -32,7 +32,9 @@ CREATE TABLE stream (
     first_id       bigint NOT NULL DEFAULT 1,
     -- message_archive_<id> may hold something
     archived       boolean NOT NULL DEFAULT false,
-    created_at     timestamptz NOT NULL DEFAULT now()
+    created_at     timestamptz NOT NULL DEFAULT now(),
+    -- groups that show no sign of life for so long are dropped; NULL: never. See functions/group_expiry.sql
+    group_expiry   interval CHECK (group_expiry BETWEEN '1 hour' AND '3650 days')
 );
 COMMENT ON TABLE stream IS 'One row per stream. Its tables carry the id: message_log_<id>, consumer_group_cursor_<id>, consumer_lease_<id>, exception_queue_<id>, consumer_done_<id>, message_idempotency_<id>, message_delayed_<id>, message_archive_<id>.';
 
@@ -67,6 +69,20 @@ CREATE TABLE consumer_group (
     bound           boolean NOT NULL DEFAULT false,
     created_at      timestamptz NOT NULL DEFAULT now(),
     UNIQUE (stream_id, name)
+);
+
+CREATE INDEX consumer_group_of_stream ON consumer_group (stream_id, id);
+
+-- When a group was last seen alive, where groups of its stream expire: written when maintenance finds that it has moved, once an hour at most.
+CREATE TABLE group_watch (
+    group_id   bigint PRIMARY KEY REFERENCES consumer_group ON DELETE CASCADE,
+    -- its cursor, as it was then
+    mark       text,
+    changed_at timestamptz NOT NULL,
+    -- when one of its consumers said that it was there
+    seen_at    timestamptz,
+    -- since when it is said that it will expire
+    warned_at  timestamptz
 );
 
 -- How many messages a group has passed over, a row for each group that has, updated every few seconds at most while it does.

@@ -1,1 +1,1 @@
-SELECT made, more, trouble FROM {schema}.maintain_partitions($1)
+SELECT more, urgent, trouble FROM {schema}.maintain_partitions($1)

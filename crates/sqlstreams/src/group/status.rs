@@ -1,6 +1,6 @@
 //! Where groups stand.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
 
@@ -57,6 +57,8 @@ pub struct GroupStatus {
     pub lease: Duration,
     /// How failures are tried again.
     pub retry: RetryPolicy,
+    /// A warning: nobody has consumed it for long, and it will be dropped then, unless somebody does; see [`Stream::set_group_expiry`].
+    pub expires_at: Option<SystemTime>,
 }
 
 impl<T, C> Stream<T, C> {
@@ -111,7 +113,8 @@ impl GroupStatus {
             newest_only: row.get(20),
             expired: row.get(21),
             superseded: row.get(22),
-            dropped: row.get(23),
+            expires_at: row.get(23),
+            dropped: row.get(24),
         })
     }
 }

@@ -17,6 +17,8 @@ use crate::error::{Error, ErrorKind, Result};
 const LEASE: Duration = Duration::from_secs(10);
 /// The pause between two passes, each of which renews it.
 const PACE: Duration = Duration::from_secs(4);
+/// The pause where something is left to do, so that others have the server in between.
+const REST: Duration = Duration::from_secs(1);
 /// The pause between two renewals while steps are running.
 const RENEW: Duration = Duration::from_secs(3);
 /// By how much others are late for a lease that ran out, at most: not all of them at once.
@@ -44,9 +46,17 @@ pub(super) struct Maintainer {
 /// What came of a pass.
 pub(super) enum Pass {
     /// It was ours: so many steps were run, and the next is due then, if that is known.
-    Done { ran: usize, more: bool, next: Option<Duration> },
+    Done { ran: usize, again: Again, next: Option<Duration> },
     /// Somebody else does it, for so long yet.
     Elsewhere(Duration),
+}
+
+/// Whether something was left to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Again {
+    No,
+    Soon,
+    AtOnce,
 }
 
 /// A step that is due.
@@ -70,7 +80,8 @@ impl Maintainer {
                 Ok(pass) => {
                     trouble.reset();
                     match pass {
-                        Pass::Done { more: true, .. } => Duration::ZERO,
+                        Pass::Done { again: Again::AtOnce, .. } => Duration::ZERO,
+                        Pass::Done { again: Again::Soon, .. } => REST,
                         Pass::Done { next, .. } => next.map_or(PACE, |next| next.min(PACE)),
                         Pass::Elsewhere(remaining) => {
                             remaining.min(LEASE) + OTHERS.mul_f64(jitter())
@@ -132,25 +143,25 @@ impl Maintainer {
             }
         }
         due.sort_unstable();
-        let (ran, more) = self.work(due).await?;
-        Ok(Pass::Done { ran, more, next })
+        let (ran, again) = self.work(due).await?;
+        Ok(Pass::Done { ran, again, next })
     }
 
     /// Runs steps, and renews the lease meanwhile. Ends early when that is lost.
-    async fn work(&mut self, due: Vec<Due>) -> Result<(usize, bool)> {
+    async fn work(&mut self, due: Vec<Due>) -> Result<(usize, Again)> {
         let lost = AtomicBool::new(false);
         let Self { client, holder, name, stop, on_step, .. } = self;
         let working = async {
-            let (begun, mut ran, mut again) = (Instant::now(), 0, false);
+            let (begun, mut ran, mut again) = (Instant::now(), 0, Again::No);
             for due in due {
                 if stop.is_cancelled() || lost.load(Ordering::Relaxed) {
                     break;
                 }
                 if !due.step.is_urgent() && begun.elapsed() > PATIENCE {
-                    again = true;
+                    again = again.max(Again::Soon);
                     break;
                 }
-                again |= run_step(client, due, on_step).await?;
+                again = again.max(run_step(client, due, on_step).await?);
                 ran += 1;
             }
             Ok((ran, again))
@@ -186,18 +197,18 @@ impl Maintainer {
     }
 }
 
-/// Runs one step and records what came of it. Returns whether there is more of it to do now. Fails only where the database cannot be reached.
+/// Runs one step and records what came of it. Returns whether it is to be run again. Fails only where the database cannot be reached.
 async fn run_step(
     client: &Client,
     Due { step, stream, name }: Due,
     on_step: &mut OnStep,
-) -> Result<bool> {
+) -> Result<Again> {
     let begun = Instant::now();
     let came = step.run(client, stream).await;
     let took = begun.elapsed();
     let error = match &came {
         // It was dropped meanwhile.
-        Err(error) if error.kind() == ErrorKind::UnknownStream => return Ok(false),
+        Err(error) if error.kind() == ErrorKind::UnknownStream => return Ok(Again::No),
         Err(error) => Some(error),
         Ok(_) => None,
     };
@@ -220,7 +231,9 @@ async fn run_step(
     match (came, recorded) {
         (Err(error), _) if error.is_of_connection() => Err(error),
         (_, Err(error)) => Err(error),
-        (came, Ok(())) => Ok(came.is_ok_and(|done| done.more)),
+        (Ok(done), Ok(())) if done.urgent => Ok(Again::AtOnce),
+        (Ok(done), Ok(())) if done.more => Ok(Again::Soon),
+        (_, Ok(())) => Ok(Again::No),
     }
 }
 

@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 
 pub(crate) use self::duty::Duty;
-use self::maintainer::{Maintainer, OnStep, Pass};
+use self::maintainer::{Again, Maintainer, OnStep, Pass};
 pub use self::status::{MaintenanceStatus, StepFailure, StepStatus};
 use crate::client::Client;
 use crate::error::{Error, ErrorKind, Result};
@@ -59,7 +59,7 @@ impl fmt::Debug for Maintenance {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepRun {
-    /// Which: `partitions`, `seal`, `keys`, `compact`, `reclaim`, `retention` or `archive`.
+    /// Which: `partitions`, `seal`, `keys`, `groups`, `compact`, `reclaim`, `retention` or `archive`.
     pub step: &'static str,
     /// Of which stream; `None`: of the whole installation.
     pub stream: Option<String>,
@@ -134,9 +134,9 @@ impl Maintenance {
         for _ in 0..PASSES {
             match maintainer.pass().await? {
                 Pass::Elsewhere(_) => return Ok(Maintained { held: false, steps }),
-                Pass::Done { ran, more, .. } => {
+                Pass::Done { ran, again, .. } => {
                     steps += ran;
-                    if !more {
+                    if again == Again::No {
                         break;
                     }
                 }

@@ -23,6 +23,8 @@ const CHUNKS: u32 = 20;
 const UNSEALED: Duration = Duration::from_secs(15);
 /// When to come again where somebody else is at it.
 const BUSY: Duration = Duration::from_secs(60);
+/// So often it is tried to give space back where that brings nothing.
+const TRIES: u64 = 10;
 /// So many partitions are written anew in one step.
 const PARTITIONS: usize = 3;
 /// The pause between two compactions of a stream, and between two looks for space.
@@ -40,6 +42,8 @@ pub(super) enum Step {
     Seal,
     /// Idempotency keys that have outlived their window.
     Keys,
+    /// Groups that nobody consumes any more.
+    Groups,
     /// Messages of compacted streams that are superseded.
     Compact,
     /// The space of those.
@@ -53,8 +57,10 @@ pub(super) enum Step {
 /// What a step did, if it did not fail.
 #[derive(Debug, Default)]
 pub(super) struct Done {
-    /// There is more to do at once.
+    /// There is more to do.
     pub(super) more: bool,
+    /// At once.
+    pub(super) urgent: bool,
     /// Not to be done again before.
     pub(super) next: Option<Duration>,
     /// What it wants to know the next time; `None`: as it was.
@@ -62,10 +68,11 @@ pub(super) struct Done {
 }
 
 impl Step {
-    pub(super) const ALL: [Self; 7] = [
+    pub(super) const ALL: [Self; 8] = [
         Self::Partitions,
         Self::Seal,
         Self::Keys,
+        Self::Groups,
         Self::Compact,
         Self::Reclaim,
         Self::Retention,
@@ -77,6 +84,7 @@ impl Step {
             Self::Partitions => "partitions",
             Self::Seal => "seal",
             Self::Keys => "keys",
+            Self::Groups => "groups",
             Self::Compact => "compact",
             Self::Reclaim => "reclaim",
             Self::Retention => "retention",
@@ -102,6 +110,7 @@ impl Step {
             Self::Partitions => partitions(client, stream).await,
             Self::Seal => seal(client, stream).await,
             Self::Keys => keys(client, stream).await,
+            Self::Groups => groups(client, stream).await,
             Self::Compact => compact(client, stream).await,
             Self::Reclaim => reclaim(client, stream).await,
             Self::Retention => retention(client, stream).await,
@@ -115,7 +124,7 @@ async fn partitions(client: &Client, stream: i64) -> Result<Done> {
     let row = one(client, BEGIN, query, &[&stream], "make partitions").await?;
     match row.get::<_, Option<String>>(2) {
         Some(trouble) => Err(Error::new(ErrorKind::Database, trouble)),
-        None => Ok(Done { more: row.get(1), ..Done::default() }),
+        None => Ok(Done { more: row.get(0), urgent: row.get(1), ..Done::default() }),
     }
 }
 
@@ -148,6 +157,25 @@ async fn keys(client: &Client, stream: i64) -> Result<Done> {
         }
     }
     Ok(Done { more: true, ..Done::default() })
+}
+
+async fn groups(client: &Client, stream: i64) -> Result<Done> {
+    let query = &client.inner.queries.maintain_groups;
+    let doing = "look for groups that nobody consumes";
+    let memory = remembered(client, Step::Groups, stream).await?;
+    let mut after = memory.get("after").and_then(Value::as_i64).unwrap_or_default();
+    for _ in 0..CHUNKS {
+        let row = one(client, BOOKKEEPING, query, &[&stream, &after], doing).await?;
+        match row.get::<_, Option<i64>>(0) {
+            Some(further) => after = further,
+            None => {
+                let next = Duration::try_from_secs_f64(row.get(1)).unwrap_or(PAUSE);
+                return Ok(Done { next: Some(next), memory: Some(Map::new()), ..Done::default() });
+            }
+        }
+    }
+    let memory = Map::from_iter([("after".to_owned(), after.into())]);
+    Ok(Done { more: true, memory: Some(memory), ..Done::default() })
 }
 
 async fn compact(client: &Client, stream: i64) -> Result<Done> {
@@ -204,20 +232,25 @@ async fn want_space(client: &Client, stream: i64) -> Result<()> {
 
 /// A few partitions, which are written anew.
 async fn reclaim(client: &Client, stream: i64) -> Result<Done> {
-    let (mut shrunk, mut busy) = (false, false);
-    let found = reclaim::candidates(client, stream).await?;
-    for found in found.iter().filter(|found| found.permitted).take(PARTITIONS) {
-        let (after, left) = reclaim::rewrite(client, &found.partition, found.bytes).await?;
-        busy |= left.is_some();
-        // What somebody's snapshot sees stays, and writing it again and again would not change that.
-        shrunk |= after < found.bytes / 4 * 3;
+    let (mut shrunk, mut found) = (false, 0);
+    let candidates = reclaim::candidates(client, stream).await?;
+    for candidate in candidates.iter().filter(|candidate| candidate.permitted).take(PARTITIONS) {
+        let (after, _) = reclaim::rewrite(client, &candidate.partition, candidate.bytes).await?;
+        // It is in use, or somebody's snapshot sees what is gone: then it is no use to write it again and again.
+        shrunk |= after < candidate.bytes / 4 * 3;
+        found += 1;
     }
-    Ok(match (shrunk, busy) {
-        (true, _) => Done { more: true, ..Done::default() },
-        (false, true) => Done { next: Some(PAUSE), ..Done::default() },
+    if shrunk {
+        return Ok(Done { more: true, ..Done::default() });
+    }
+    let mut memory = remembered(client, Step::Reclaim, stream).await?;
+    let tries = memory.get("tries").and_then(Value::as_u64).unwrap_or_default() + 1;
+    if found == 0 || tries >= TRIES {
         // Until compaction asks for it again.
-        (false, false) => Done { memory: Some(Map::new()), ..Done::default() },
-    })
+        return Ok(Done { memory: Some(Map::new()), ..Done::default() });
+    }
+    memory.insert("tries".to_owned(), tries.into());
+    Ok(Done { next: Some(PAUSE), memory: Some(memory), ..Done::default() })
 }
 
 async fn retention(client: &Client, stream: i64) -> Result<Done> {

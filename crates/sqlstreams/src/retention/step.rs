@@ -78,8 +78,8 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
         }
         ended.more |= full && !detaching;
     }
-    let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
-        [&stream, &permitted, &detaching, &held];
+    let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
+        [&stream, &permitted, &detaching, &held, &idle];
     let next: Option<f64> =
         client.query_one(&queries.retention_ended, &params, DOING).await?.get(0);
     ended.waiting |= detaching;

@@ -28,6 +28,7 @@ mod fence;
 mod fence_restart;
 mod flow;
 mod frozen;
+mod group_expiry;
 mod groups;
 mod handlers;
 mod horizon;

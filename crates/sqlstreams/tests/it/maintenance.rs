@@ -53,7 +53,8 @@ async fn one_at_a_time_does_it_and_is_replaced() {
     let (client, db) = client_at(&url).await;
     assert_eq!(client.maintenance().status().await.unwrap().holder, None);
     // Somebody was killed while it had the lease.
-    let sql = "SELECT held FROM sqlstreams.hold_maintenance(gen_random_uuid(), 'dead', '4 seconds')";
+    let sql =
+        "SELECT held FROM sqlstreams.hold_maintenance(gen_random_uuid(), 'dead', '4 seconds')";
     assert!(db.query_one(sql, &[]).await.unwrap().get::<_, bool>(0));
     assert!(!client.maintenance().once().await.unwrap().held);
     let status = client.maintenance().status().await.unwrap();
@@ -92,7 +93,7 @@ async fn a_lease_in_a_future_that_never_comes_does_not_last() {
     client.maintenance().once().await.unwrap();
     assert!(client.maintenance().once().await.unwrap().held);
     // The row is replaced now and then: a snapshot that somebody holds keeps all versions of it.
-    let sql = "SELECT count(*) FILTER (WHERE held) FROM generate_series(1, 500), LATERAL sqlstreams.hold_maintenance('00000000-0000-0000-0000-000000000001')";
+    let sql = "SELECT count(*) FILTER (WHERE held) FROM generate_series(1, 500) AS n, LATERAL sqlstreams.hold_maintenance('00000000-0000-0000-0000-000000000001', n::text)";
     assert_eq!(count(&db, sql).await, 500);
     let sql = "SELECT max(generation) FROM sqlstreams.maintenance";
     assert!(count(&db, sql).await >= 2);
@@ -111,11 +112,14 @@ async fn a_stream_that_fails_does_not_keep_others_from_what_they_need() {
             let sql = format!("SELECT setval('sqlstreams.message_log_{stream}_id_seq', {upto})");
             db.query(&sql, &[]).await.unwrap();
         }
+        // Not as if they had been drawn in a moment.
+        let sql = format!("UPDATE sqlstreams.stream_pace SET head = {upto}");
+        db.batch_execute(&sql).await.unwrap();
     };
     draw(2_500).await;
     // One is broken, and of another not even the head can be read.
     let locked = connect(&url).await;
-    let sql = "BEGIN; ALTER SEQUENCE sqlstreams.message_log_2_id_seq MINVALUE 0";
+    let sql = "BEGIN; ALTER SEQUENCE sqlstreams.message_log_2_id_seq RENAME TO other";
     locked.batch_execute(sql).await.unwrap();
     let sql = "ALTER TABLE sqlstreams.message_log_1 RENAME TO elsewhere";
     db.batch_execute(sql).await.unwrap();
@@ -133,10 +137,13 @@ async fn a_stream_that_fails_does_not_keep_others_from_what_they_need() {
 
     // It is put off for longer and longer.
     let off = "SELECT round(extract(epoch FROM next_due - failed_at))::bigint FROM sqlstreams.maintenance_step WHERE stream_id = 1 AND step = 'partitions'";
-    for expected in [2, 4, 8] {
+    let mut last = 0;
+    for _ in 0..3 {
         put_off_nothing(&db).await;
         client.maintenance().once().await.unwrap();
-        assert_eq!(count(&db, off).await, expected);
+        let now = count(&db, off).await;
+        assert!(now >= last * 2 && now >= 1, "{now} s after {last} s");
+        last = now;
     }
     let runs = "SELECT sum(runs)::bigint FROM sqlstreams.maintenance_step WHERE stream_id = 1 AND step = 'partitions'";
     let before = count(&db, runs).await;
@@ -163,6 +170,7 @@ async fn a_step_that_fails_does_not_keep_others_from_being_done() {
     client.stream::<u64>("s").partition_size(1_000).create().await.unwrap();
     db.batch_execute(
         "SELECT setval('sqlstreams.message_log_1_id_seq', 2500);
+         UPDATE sqlstreams.stream_pace SET head = 2500;
          DROP FUNCTION sqlstreams.seal_due(sqlstreams.stream_head[])",
     )
     .await
@@ -170,7 +178,12 @@ async fn a_step_that_fails_does_not_keep_others_from_being_done() {
     client.maintenance().once().await.unwrap();
     assert_eq!(partitions(&db, 1).await, 6);
     let failed = failures(&client).await;
-    assert_eq!((&*failed[0].step, &failed[0].stream), ("seal", &None), "{failed:?}");
+    assert_eq!((&*failed[0].step, &failed[0].stream), ("look", &None), "{failed:?}");
+    assert!(failed[0].error.starts_with("seal: "), "{failed:?}");
+    let sql = "CREATE FUNCTION sqlstreams.seal_due(p_heads sqlstreams.stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval) LANGUAGE sql AS 'SELECT 1, interval ''0'' WHERE false'";
+    db.batch_execute(sql).await.unwrap();
+    client.maintenance().once().await.unwrap();
+    assert_eq!(failures(&client).await, []);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -192,7 +205,8 @@ async fn idle_streams_cost_a_statement_every_few_seconds_and_no_row() {
         *log.lock().unwrap().entry(statement.sql.to_owned()).or_default() += 1;
         None
     });
-    let state = "SELECT count(*) + sum(hashtext(p::text || ctid::text)) FROM sqlstreams.stream_pace AS p";
+    let state =
+        "SELECT count(*) + sum(hashtext(p::text || ctid::text)) FROM sqlstreams.stream_pace AS p";
     let before = count(&db, state).await;
     tokio::time::sleep(Duration::from_secs(10)).await;
     let sent = sent.lock().unwrap().clone();
@@ -229,7 +243,7 @@ async fn consumers_do_it_unless_told_not_to() {
 
     let consumer = consume(Client::connect(&proxy.url).await.unwrap()).await;
     db.query("SELECT setval('sqlstreams.message_log_1_id_seq', 2500)", &[]).await.unwrap();
-    eventually(async || partitions(&db, 1).await == 6).await;
+    eventually(async || partitions(&db, 1).await >= 6).await;
     assert!(owner.maintenance().status().await.unwrap().holder.is_some());
     consumer.stop().await;
     assert_eq!(owner.maintenance().status().await.unwrap().holder, None, "it was given back");
@@ -247,7 +261,7 @@ async fn a_role_that_may_not_is_content() {
         "CREATE ROLE consumes LOGIN PASSWORD '{password}';
          GRANT USAGE ON SCHEMA sqlstreams TO consumes;
          GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA sqlstreams TO consumes;
-         GRANT USAGE ON ALL SEQUENCES IN SCHEMA sqlstreams TO consumes"
+         GRANT USAGE, SELECT ON ALL SEQUENCES IN SCHEMA sqlstreams TO consumes"
     ))
     .await
     .unwrap();
@@ -284,7 +298,8 @@ async fn old_keys_of_a_stream_that_nobody_sends_to_are_removed_in_chunks() {
     db.batch_execute(sql).await.unwrap();
     let runs = Arc::new(Mutex::new(Vec::new()));
     let log = runs.clone();
-    let maintenance = client.maintenance().on_step(move |run| log.lock().unwrap().push(run.clone()));
+    let maintenance =
+        client.maintenance().on_step(move |run| log.lock().unwrap().push(run.clone()));
     maintenance.once().await.unwrap();
     let runs: Vec<_> = std::mem::take(&mut *runs.lock().unwrap());
     assert!(runs.iter().any(|run| run.step == "keys" && run.error.is_none()), "{runs:?}");

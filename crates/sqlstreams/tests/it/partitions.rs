@@ -29,6 +29,9 @@ const PREPARED: &str = "SELECT count(*) FROM pg_class WHERE relname LIKE '%\\_ne
 /// As many ids as that are drawn.
 async fn draw(db: &Db, upto: i64) {
     db.query("SELECT setval('sqlstreams.message_log_1_id_seq', $1)", &[&upto]).await.unwrap();
+    // Not in a moment.
+    let sql = format!("UPDATE sqlstreams.stream_pace SET head = {upto} WHERE stream_id = 1");
+    db.batch_execute(&sql).await.unwrap();
 }
 
 /// A step of the maintenance: how many partitions it made, whether there are more to make, and what keeps it from that.
@@ -223,13 +226,20 @@ async fn headroom_follows_the_highest_rate_that_was_seen() {
         client.maintenance().once().await.unwrap();
         *partitions(&db).await.last().unwrap()
     };
+    let draw = async |upto: i64| {
+        let sql = format!("SELECT setval('sqlstreams.message_log_1_id_seq', {upto})");
+        db.batch_execute(&sql).await.unwrap();
+    };
     let back = |seconds: u32| {
-        format!("UPDATE sqlstreams.stream_pace SET seen_at = seen_at - interval '{seconds} s', rated_at = rated_at - interval '{seconds} s'")
+        format!(
+            "UPDATE sqlstreams.stream_pace SET seen_at = seen_at - interval '{seconds} s', rated_at = rated_at - interval '{seconds} s'"
+        )
     };
     assert_eq!(maintain().await, 3);
+    db.batch_execute("SET search_path = sqlstreams").await.unwrap();
     // 20 a second: 12,000 in ten minutes, and in steps of 8 at most.
     db.batch_execute(&back(100)).await.unwrap();
-    draw(&db, 2_000).await;
+    draw(2_000).await;
     let rate = "SELECT round(rate)::bigint FROM sqlstreams.stream_pace";
     assert_eq!(maintain().await, 2 + 12);
     assert!((18..=20).contains(&count(&db, rate).await));
@@ -240,9 +250,9 @@ async fn headroom_follows_the_highest_rate_that_was_seen() {
     assert_eq!(count(&db, row).await, before);
     // Slower now, which changes nothing; nor does a moment that is too short to measure in.
     db.batch_execute(&back(100)).await.unwrap();
-    draw(&db, 2_100).await;
+    draw(2_100).await;
     assert_eq!(maintain().await, 14);
-    draw(&db, 2_900).await;
+    draw(2_900).await;
     maintain().await;
     assert!(count(&db, rate).await <= 20);
     // Four days later a sixteenth of it counts.

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use sqlstreams::GroupStatus;
 
 use crate::context::Context;
-use crate::output::{printable, table, thousands};
+use crate::output::{printable, short_time, table, thousands, time};
 
 /// What the columns mean, for the help of those that show them.
 macro_rules! columns {
@@ -81,6 +81,7 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "superseded": group.superseded,
         "dropped": group.dropped,
         "paused": group.paused,
+        "expires_at": group.expires_at.map(time),
         "max_in_flight": group.max_in_flight,
         "rate_limit": group.rate_limit,
         "mode": group.mode.as_str(),
@@ -96,9 +97,10 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
 /// What holds the group back, in a few words.
 fn limits(group: &GroupStatus) -> String {
     let paused = group.paused.then(|| "paused".to_owned());
+    let expires = group.expires_at.map(|at| format!("expires {}", short_time(at)));
     let in_flight = group.max_in_flight.map(|most| format!("{} in flight", thousands(most)));
     let rate = group.rate_limit.map(|rate| format!("{rate}/s"));
-    [paused, in_flight, rate].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    [paused, in_flight, rate, expires].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {

@@ -60,5 +60,6 @@ fn to_json(stream: &StreamInfo) -> Value {
         "compacted": stream.compacted,
         "first_id": stream.first_id,
         "retention": retention::to_json(stream),
+        "group_expiry_seconds": stream.group_expiry.map(|after| after.as_secs_f64()),
     })
 }

@@ -37,7 +37,7 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         return print_json(&document);
     }
     print(format_args!(
-        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  kept       {}, from id {} on{}\n  idempotency keys are remembered for {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
+        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  kept       {}, from id {} on{}\n  idempotency keys are remembered for {}\n  groups expire {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
         printable(&info.name, 200),
         info.payload_type,
         thousands(info.head),
@@ -51,6 +51,10 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
             .map(|hold| format!("\n  held up    {}", retention::held(hold)))
             .unwrap_or_default(),
         span(info.idempotency_window),
+        info.group_expiry.map_or_else(
+            || "never".to_owned(),
+            |after| format!("{} after the last sign of life", span(after))
+        ),
         short_time(info.created_at),
         info.id,
         thousands(info.partition_size),
