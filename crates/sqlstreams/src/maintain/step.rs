@@ -265,7 +265,7 @@ async fn archive(client: &Client, stream: i64) -> Result<Done> {
     let old = std::mem::replace(&mut memory, place.to_memory());
     // It is written down only when it has changed.
     let memory = (memory != old).then_some(memory);
-    Ok(Done { more: ended.more, next: Some(ended.next), memory })
+    Ok(Done { more: ended.more, next: Some(ended.next), memory, ..Done::default() })
 }
 
 /// What a step said it wants to know.
