@@ -66,7 +66,8 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE (s.archived OR s.retain_dead_for IS NOT NULL) AND NOT is_put_off('archive', s.id)
+    WHERE (s.archived OR s.retain_dead_for IS NOT NULL)
+      AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'archive' AND m.stream_id = s.id AND m.next_due > clock_timestamp())
 $$;
 
 -- Removes messages from the archive that nothing refers to any more: looks at p_limit of them after id p_after. Returns how many it looked at and removed, and where it ended; upto NULL: at the end.

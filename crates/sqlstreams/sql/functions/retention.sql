@@ -53,30 +53,30 @@ $$;
 CREATE OR REPLACE FUNCTION has_retention(s stream) RETURNS boolean
 LANGUAGE sql IMMUTABLE AS $$ SELECT s.retain_for IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_resolved $$;
 
--- Whether a step said that it need not be asked for yet: of many such streams a row each, every few seconds, would be a lot of rows.
-CREATE OR REPLACE FUNCTION is_put_off(p_step text, p_stream bigint) RETURNS boolean
-LANGUAGE sql VOLATILE AS $$
-    SELECT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = p_step AND m.stream_id = p_stream AND m.next_due > clock_timestamp())
-$$;
-
 -- Streams where retention has something to do: partitions that are leaving, or an oldest one that may be wanted gone. See maintain.sql.
+--
+-- For many streams that have nothing to do it looks at the oldest partition of each, and with retain_bytes at those above it. One whose size is not known yet counts as endless:
+-- then retire_partitions measures it. Those that said not to be asked for yet are left out: a row each, every few seconds, would be a lot of rows.
 CREATE OR REPLACE FUNCTION retention_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
+#variable_conflict use_column
+DECLARE
+    now  timestamptz := clock_timestamp();
+    last timestamptz := now - retention_min_age();
+BEGIN
+    RETURN QUERY
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE NOT is_put_off('retention', s.id)
-      AND (EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
-       OR has_retention(s) AND EXISTS (
-            SELECT FROM (SELECT p FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS x(p)
-            WHERE (p).sealed_at <= clock_timestamp() - retention_min_age() AND (p).to_id < h.head
-              AND (s.retain_resolved
-                   -- Not measured yet: it may be.
-                   OR s.retain_bytes IS NOT NULL AND EXISTS (SELECT FROM log_partition AS n WHERE n.stream_id = s.id AND n.sealed_at IS NOT NULL AND n.bytes IS NULL)
-                   OR beyond_limits(s, p, h.head,
-                        CASE WHEN s.retain_bytes IS NOT NULL THEN (SELECT sum(n.bytes) FROM log_partition AS n WHERE n.stream_id = s.id AND n.number > (p).number AND n.sealed_at IS NOT NULL) END,
-                        clock_timestamp()))))
-$$;
+    LEFT JOIN LATERAL (SELECT p.number, p.to_id, p.sealed_at FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS p
+        ON s.retain_for IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_resolved
+    WHERE (s.id IN (SELECT l.stream_id FROM log_partition AS l WHERE l.state <> 'attached')
+           OR p.sealed_at <= last AND p.to_id < h.head
+              AND (s.retain_resolved OR p.sealed_at <= now - s.retain_for OR h.head - p.to_id >= s.retain_count
+                   OR s.retain_bytes IS NOT NULL AND s.retain_bytes <= (SELECT sum(coalesce(n.bytes::double precision, 'infinity')) FROM log_partition AS n
+                                                                        WHERE n.stream_id = s.id AND n.number > p.number AND n.sealed_at IS NOT NULL)))
+      AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'retention' AND m.stream_id = s.id AND m.next_due > now);
+END $$;
 
 -- Notes what holds retention up, or with NULL that nothing does. SECURITY DEFINER: whoever lacks the privileges to do it says so here.
 CREATE OR REPLACE FUNCTION set_retention_hold(p_stream bigint, p_reason text, p_group bigint DEFAULT NULL, p_detail text DEFAULT NULL) RETURNS void
