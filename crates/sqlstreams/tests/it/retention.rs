@@ -376,3 +376,44 @@ async fn settings_are_checked_kept_and_lifted() {
     scene.stream.set_retention(&Retention::forever()).await.unwrap();
     assert_eq!(scene.stream.info().await.unwrap().retention, Retention::forever());
 }
+
+/// Of a compacted stream old values go with their partition; compaction, which may be at it at the same time, keeps what it keeps of the rest.
+#[tokio::test(flavor = "multi_thread")]
+async fn compaction_goes_on_beside_it() {
+    let url = database().await;
+    let client = Client::builder(&url).maintenance(false).connect().await.unwrap();
+    let builder = client.stream::<u64>("s").partition_size(SIZE).compacted(true);
+    let stream = builder.retention(hour()).create().await.unwrap();
+    let scene = Scene { db: connect(&url).await, url, client, stream };
+    scene.ensure().await;
+    let fill = "INSERT INTO sqlstreams.message_log_1 (key, payload) SELECT 'k' || n % 100, to_json(n) FROM generate_series(1, 9500) AS n";
+    scene.db.batch_execute(fill).await.unwrap();
+    scene.a_day_later().await;
+    // The newest of these keys lie in what goes.
+    scene
+        .db
+        .batch_execute("DELETE FROM sqlstreams.message_log_1 WHERE key < 'k2' AND id > 2000")
+        .await
+        .unwrap();
+    let compacting = tokio::spawn({
+        let stream = scene.stream.clone();
+        async move {
+            for _ in 0..10 {
+                // A partition may go under its hands; the next step begins above.
+                let _ = stream.compact(Duration::ZERO, Duration::ZERO).await;
+            }
+        }
+    });
+    eventually(async || {
+        scene.stream.retain().await.unwrap();
+        scene.partitions().await[0] == 9 && scene.strays().await == 0
+    })
+    .await;
+    compacting.await.unwrap();
+    scene.stream.compact(Duration::ZERO, Duration::ZERO).await.unwrap();
+    let left = "SELECT count(*) FROM sqlstreams.message_log_1";
+    assert_eq!(count(&scene.db, left).await, 88);
+    assert_eq!(scene.stream.latest("k50").await.unwrap().unwrap().payload, 9_450);
+    assert!(scene.stream.latest("k10").await.unwrap().is_none());
+    assert_eq!(scene.stream.current(None, 1_000).await.unwrap().messages.len(), 88);
+}
