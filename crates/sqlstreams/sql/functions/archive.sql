@@ -107,8 +107,8 @@ BEGIN
     IF looked_at = p_limit THEN
         upto := ids[looked_at];
     ELSIF looked_at = 0 AND p_after = 0 THEN
-        -- Whoever copies holds this row, and we look after we have it.
-        PERFORM FROM stream WHERE id = p_stream AND archived FOR UPDATE;
+        -- Whoever copies holds this row, and we look after we have it. Somebody may be at it all the time; then the next time.
+        PERFORM FROM stream WHERE id = p_stream AND archived FOR UPDATE SKIP LOCKED;
         IF FOUND THEN
             EXECUTE format('SELECT NOT EXISTS (SELECT FROM %I)', 'message_archive_' || p_stream) INTO empty;
             UPDATE stream SET archived = false WHERE id = p_stream AND empty;
