@@ -30,6 +30,8 @@ pub(crate) struct Ended {
     pub(crate) more: bool,
     /// Something is in the way.
     pub(crate) waiting: bool,
+    /// It is that somebody has the stream locked.
+    pub(crate) busy: bool,
     /// When to come again.
     pub(crate) next: Duration,
 }
@@ -60,11 +62,11 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     let deadline = Instant::now() + BUDGET;
     let retire = client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await;
     let Some(retired) = unless_locked(retire)? else {
-        return Ok(Ended { waiting: true, next: BUSY, ..Ended::default() });
+        return Ok(Ended { waiting: true, busy: true, next: BUSY, ..Ended::default() });
     };
     let (held, permitted): (bool, bool) = (retired.get(0), retired.get(1));
     let mut ended = Ended { waiting: held || !permitted, ..Ended::default() };
-    let (mut detaching, mut busy, mut idle) = (false, false, true);
+    let (mut detaching, mut idle) = (false, true);
     if permitted {
         ended.more = skip(client, stream, deadline).await?;
         let at = if ended.more { Vec::new() } else { leaving(client, stream).await? };
@@ -79,7 +81,7 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
                 Left::Gone => ended.gone += 1,
                 Left::Waits => detaching = true,
                 Left::Busy => {
-                    busy = true;
+                    ended.busy = true;
                     break;
                 }
                 Left::More => {
@@ -88,16 +90,16 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
                 }
             }
         }
-        ended.more |= full && !detaching && !busy;
+        ended.more |= full && !detaching && !ended.busy;
     }
     let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
         [&stream, &permitted, &detaching, &held, &idle];
     let next: Option<f64> =
         client.query_one(&queries.retention_ended, &params, DOING).await?.get(0);
-    ended.waiting |= detaching || busy;
+    ended.waiting |= detaching || ended.busy;
     ended.next = match ended.more {
         true => Duration::ZERO,
-        false if busy => BUSY,
+        false if ended.busy => BUSY,
         false => next.and_then(|s| Duration::try_from_secs_f64(s).ok()).unwrap_or_default(),
     };
     Ok(ended)
