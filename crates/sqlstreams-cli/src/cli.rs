@@ -16,6 +16,7 @@ use crate::commands::{
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
 use crate::prose;
+use crate::values::Limit;
 
 const AFTER_HELP: &str = "\
 First steps:
@@ -165,11 +166,13 @@ fn take_minus(arg: Arg) -> Arg {
     let is_time = of == TypeId::of::<Duration>()
         || of == TypeId::of::<SystemTime>()
         || of == TypeId::of::<(SystemTime, i64)>()
-        || of == TypeId::of::<Start>();
+        || of == TypeId::of::<Start>()
+        || of == TypeId::of::<Limit<Duration>>();
     let is_number = of == TypeId::of::<u8>()
         || of == TypeId::of::<u16>()
         || of == TypeId::of::<u32>()
         || of == TypeId::of::<u64>()
+        || of == TypeId::of::<Limit<u64>>()
         || of == TypeId::of::<usize>()
         || of == TypeId::of::<i64>()
         || of == TypeId::of::<f64>();

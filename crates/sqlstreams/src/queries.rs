@@ -83,7 +83,7 @@ queries! {
         finalize_detach: [INT8, INT8],
         empty_leaf: [INT8, INT8],
         drop_leaf: [INT8, INT8],
-        retention_ended: [INT8, BOOL, BOOL, BOOL],
+        retention_ended: [INT8, BOOL, BOOL, BOOL, BOOL],
         tidy_archive: [INT8, INT8],
         expire_dead_letters: [INT8, TIMESTAMPTZ, INT8],
         compact: [INT8, INT8, FLOAT8, FLOAT8],

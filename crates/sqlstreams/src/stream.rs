@@ -115,14 +115,14 @@ pub struct StreamInfo {
     pub idempotency_window: Duration,
     /// Whether only the newest message of each key is kept for good; see [`StreamBuilder::compacted`].
     pub compacted: bool,
-    /// How long groups live that nobody consumes; see [`Stream::set_group_expiry`].
-    pub group_expiry: Option<Duration>,
     /// How long its messages are kept.
     pub retention: Retention,
     /// The lowest id that is kept: the log begins here, or soon will.
     pub first_id: i64,
     /// What keeps messages that are to go from going.
     pub hold: Option<RetentionHold>,
+    /// How long groups live that nobody consumes; see [`Stream::set_group_expiry`].
+    pub group_expiry: Option<Duration>,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -538,12 +538,12 @@ impl StreamInfo {
             notify: row.get(7),
             idempotency_window: Duration::try_from_secs_f64(row.get(8)).unwrap_or_default(),
             compacted: row.get(9),
+            retention: Retention::from_row(row, 10),
+            first_id: row.get(16),
+            hold: RetentionHold::from_row(row, 17)?,
             group_expiry: row
-                .get::<_, Option<f64>>(10)
+                .get::<_, Option<f64>>(22)
                 .and_then(|after| Duration::try_from_secs_f64(after).ok()),
-            retention: Retention::from_row(row, 11),
-            first_id: row.get(17),
-            hold: RetentionHold::from_row(row, 18)?,
         })
     }
 }

@@ -66,7 +66,8 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE (s.archived OR s.retain_dead_for IS NOT NULL) AND NOT is_put_off('archive', s.id)
+    WHERE (s.archived OR s.retain_dead_for IS NOT NULL)
+      AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'archive' AND m.stream_id = s.id AND m.next_due > clock_timestamp())
 $$;
 
 -- Removes messages from the archive that nothing refers to any more: looks at p_limit of them after id p_after. Returns how many it looked at and removed, and where it ended; upto NULL: at the end.
@@ -106,8 +107,8 @@ BEGIN
     IF looked_at = p_limit THEN
         upto := ids[looked_at];
     ELSIF looked_at = 0 AND p_after = 0 THEN
-        -- Whoever copies holds this row, and we look after we have it.
-        PERFORM FROM stream WHERE id = p_stream AND archived FOR UPDATE;
+        -- Whoever copies holds this row, and we look after we have it. Somebody may be at it all the time; then the next time.
+        PERFORM FROM stream WHERE id = p_stream AND archived FOR UPDATE SKIP LOCKED;
         IF FOUND THEN
             EXECUTE format('SELECT NOT EXISTS (SELECT FROM %I)', 'message_archive_' || p_stream) INTO empty;
             UPDATE stream SET archived = false WHERE id = p_stream AND empty;

@@ -16,17 +16,19 @@
 --   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as well.
 --   * The parent is locked SHARE UPDATE EXCLUSIVE at most: neither producers nor readers wait, and the fence does not take it for a writer.
 
--- How far every group of a stream has resolved, and whose that is; NULLs without groups. What is yet to be replayed is not. In one statement, since a claim moves ids from the cursor to a lease.
-CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, OUT resolved bigint, OUT group_id bigint)
+-- How far every group of a stream (or p_group) has resolved, and which is furthest behind; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
+-- What a group is still to be handed out once more (a replay, in the cursor's replays) counts as not resolved.
+CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, p_group bigint DEFAULT NULL, OUT resolved bigint, OUT group_id bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
-        'SELECT least(c.claimed, l.lowest - 1, (SELECT min(r.next_id) - 1 FROM unnest(c.replays) AS r)), g.id
+        'SELECT least(c.claimed, l.lowest - 1, r.lowest - 1), g.id
          FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I AS c WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
          CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
-         WHERE g.stream_id = $1 ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO resolved, group_id USING p_stream;
+         CROSS JOIN LATERAL (SELECT min(r.next_id) AS lowest FROM unnest(c.replays) AS r) AS r
+         WHERE g.stream_id = $1 AND (g.id = $2 OR $2 IS NULL) ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
+        INTO resolved, group_id USING p_stream, p_group;
 END $$;
 
 -- The lowest id that is kept, which stays so until the caller's transaction ends: for whoever puts a cursor somewhere, or refers to messages of the log in any other way.
@@ -51,30 +53,30 @@ $$;
 CREATE OR REPLACE FUNCTION has_retention(s stream) RETURNS boolean
 LANGUAGE sql IMMUTABLE AS $$ SELECT s.retain_for IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_resolved $$;
 
--- Whether a step said that it need not be asked for yet: of many such streams a row each, every few seconds, would be a lot of rows.
-CREATE OR REPLACE FUNCTION is_put_off(p_step text, p_stream bigint) RETURNS boolean
-LANGUAGE sql VOLATILE AS $$
-    SELECT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = p_step AND m.stream_id = p_stream AND m.next_due > clock_timestamp())
-$$;
-
 -- Streams where retention has something to do: partitions that are leaving, or an oldest one that may be wanted gone. See maintain.sql.
+--
+-- For many streams that have nothing to do it looks at the oldest partition of each, and with retain_bytes at those above it. One whose size is not known yet counts as endless:
+-- then retire_partitions measures it. Those that said not to be asked for yet are left out: a row each, every few seconds, would be a lot of rows.
 CREATE OR REPLACE FUNCTION retention_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
+#variable_conflict use_column
+DECLARE
+    now  timestamptz := clock_timestamp();
+    last timestamptz := now - retention_min_age();
+BEGIN
+    RETURN QUERY
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    WHERE NOT is_put_off('retention', s.id)
-      AND (EXISTS (SELECT FROM log_partition AS p WHERE p.stream_id = s.id AND p.state <> 'attached')
-       OR has_retention(s) AND EXISTS (
-            SELECT FROM (SELECT p FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS x(p)
-            WHERE (p).sealed_at <= clock_timestamp() - retention_min_age() AND (p).to_id < h.head
-              AND (s.retain_resolved
-                   -- Not measured yet: it may be.
-                   OR s.retain_bytes IS NOT NULL AND EXISTS (SELECT FROM log_partition AS n WHERE n.stream_id = s.id AND n.sealed_at IS NOT NULL AND n.bytes IS NULL)
-                   OR beyond_limits(s, p, h.head,
-                        CASE WHEN s.retain_bytes IS NOT NULL THEN (SELECT sum(n.bytes) FROM log_partition AS n WHERE n.stream_id = s.id AND n.number > (p).number AND n.sealed_at IS NOT NULL) END,
-                        clock_timestamp()))))
-$$;
+    LEFT JOIN LATERAL (SELECT p.number, p.to_id, p.sealed_at FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS p
+        ON s.retain_for IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_resolved
+    WHERE (s.id IN (SELECT l.stream_id FROM log_partition AS l WHERE l.state <> 'attached')
+           OR p.sealed_at <= last AND p.to_id < h.head
+              AND (s.retain_resolved OR p.sealed_at <= now - s.retain_for OR h.head - p.to_id >= s.retain_count
+                   OR s.retain_bytes IS NOT NULL AND s.retain_bytes <= (SELECT sum(coalesce(n.bytes::double precision, 'infinity')) FROM log_partition AS n
+                                                                        WHERE n.stream_id = s.id AND n.number > p.number AND n.sealed_at IS NOT NULL)))
+      AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'retention' AND m.stream_id = s.id AND m.next_due > now);
+END $$;
 
 -- Notes what holds retention up, or with NULL that nothing does. SECURITY DEFINER: whoever lacks the privileges to do it says so here.
 CREATE OR REPLACE FUNCTION set_retention_hold(p_stream bigint, p_reason text, p_group bigint DEFAULT NULL, p_detail text DEFAULT NULL) RETURNS void
@@ -303,21 +305,26 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     ORDER BY a.opened DESC, a.xact_start LIMIT 1
 $$;
 
--- The step of a stream has ended; p_detaching: what is leaving waits for others. Notes that, and says when to come again.
-CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean) RETURNS interval
+-- The step of a stream has ended; p_detaching: what is leaving waits for others; p_held: a group keeps something; p_idle: there was nothing to do. Notes that, and
+-- says when to come again.
+CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean, p_idle boolean) RETURNS interval
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
     h retention_hold;
 BEGIN
     IF NOT p_permitted THEN
         PERFORM set_retention_hold(p_stream, 'privilege', p_detail => format('%s is not the owner of the tables', quote_ident(current_user)));
-    ELSIF p_detaching THEN
+    ELSIF p_detaching AND NOT p_held THEN
         PERFORM set_retention_hold(p_stream, 'detach', p_detail => detach_blocker(p_stream));
     ELSIF NOT p_held THEN
         PERFORM set_retention_hold(p_stream, NULL);
     END IF;
     IF p_detaching THEN
         RETURN interval '1 second';
+    END IF;
+    IF p_idle AND p_permitted AND NOT p_held THEN
+        -- It seemed to be due, as where there is no group that could resolve anything.
+        RETURN interval '10 minutes';
     END IF;
     SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
     -- What has been held up for long is looked at more rarely.
@@ -334,10 +341,7 @@ BEGIN
     IF FOUND THEN
         SELECT h.reason, g.name, h.since, h.detail INTO reason, consumer_group, since, detail FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
         IF h.group_id IS NOT NULL THEN
-            EXECUTE format(
-                'SELECT least(c.claimed, (SELECT min(lower(pending)) - 1 FROM %2$I WHERE group_id = $1 AND seq >= c.first_open))
-                 FROM (SELECT claimed, first_open FROM %1$I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1) AS c', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-                INTO resolved USING h.group_id;
+            resolved := (retention_floor(p_stream, h.group_id)).resolved;
         END IF;
         RETURN NEXT;
     END IF;

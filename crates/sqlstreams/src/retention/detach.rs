@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tokio::time::timeout;
 use tokio_postgres::Client as PgClient;
+use tokio_postgres::error::SqlState;
 
 use crate::client::{Client, SOON, answered, run};
 use crate::error::{Error, Result};
@@ -19,6 +20,14 @@ const SETTINGS: &str = "-c statement_timeout=0 -c lock_timeout=0 -c idle_in_tran
 const LOOK: Duration = Duration::from_millis(500);
 /// How long a step waits for it.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What it ends with where another does the same, or something had to be given way to.
+const LOOK_AGAIN: &[SqlState] = &[
+    SqlState::QUERY_CANCELED,
+    SqlState::LOCK_NOT_AVAILABLE,
+    SqlState::OBJECT_NOT_IN_PREREQUISITE_STATE,
+    SqlState::UNDEFINED_TABLE,
+];
 
 /// The streams of which this client is detaching a partition.
 #[derive(Debug, Default)]
@@ -71,12 +80,8 @@ async fn carry_out(client: &Client, sql: &str, leaf: &str) -> Result<()> {
     loop {
         if let Ok(done) = timeout(LOOK, &mut detach).await {
             return match done {
-                // Cancelled, here or by somebody: it is pending, or as it was.
-                Err(error)
-                    if error.code() == Some(&tokio_postgres::error::SqlState::QUERY_CANCELED) =>
-                {
-                    Ok(())
-                }
+                // Interrupted, here or by somebody, or another was faster: it is pending, gone, or as it was.
+                Err(error) if error.code().is_some_and(|code| LOOK_AGAIN.contains(code)) => Ok(()),
                 done => done.map_err(|e| Error::from_driver(e, doing)),
             };
         }

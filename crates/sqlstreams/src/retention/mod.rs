@@ -15,6 +15,9 @@ pub(crate) use step::let_go;
 use crate::error::{Error, ErrorKind, Result};
 use crate::stream::{Stream, seconds};
 
+/// How often [`Stream::retain`] tries to lock the stream, a second each.
+const TRIES: u32 = 5;
+
 /// How long a stream keeps its messages.
 ///
 /// Each limit says what is kept: what is newer than [`keep_for`](Self::keep_for), the newest [`keep_bytes`](Self::keep_bytes), the newest
@@ -231,11 +234,13 @@ impl<T, C> Stream<T, C> {
     pub async fn retain(&self) -> Result<Retained> {
         let client = &self.inner.client;
         let mut done = Retained::default();
+        let mut tries = TRIES;
         loop {
             let ended = let_go(client, self.inner.id).await?;
             done.partitions += ended.gone;
             done.waiting = ended.waiting;
-            if !ended.more {
+            tries -= u32::from(ended.busy);
+            if tries == 0 || !ended.more && !ended.busy {
                 break;
             }
         }

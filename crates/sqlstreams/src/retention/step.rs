@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
 
 use super::detach;
@@ -12,6 +13,8 @@ use crate::queries::Query;
 
 /// How long a step takes at the most, about: others wait for it.
 const BUDGET: Duration = Duration::from_secs(1);
+/// When to come again where the stream is locked, by whoever makes partitions for it, say.
+const BUSY: Duration = Duration::from_secs(1);
 /// So many partitions leave in one step.
 const AT_ONCE: i32 = 8;
 /// A look that has to wait is for a moment only: it holds what making a partition needs.
@@ -27,6 +30,8 @@ pub(crate) struct Ended {
     pub(crate) more: bool,
     /// Something is in the way.
     pub(crate) waiting: bool,
+    /// It is that somebody has the stream locked.
+    pub(crate) busy: bool,
     /// When to come again.
     pub(crate) next: Duration,
 }
@@ -48,42 +53,53 @@ enum Left {
     More,
     /// Others have it, or the log, open.
     Waits,
+    /// The stream is locked.
+    Busy,
 }
 
 pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     let queries = &client.inner.queries;
     let deadline = Instant::now() + BUDGET;
-    let retired = client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await?;
+    let retire = client.query_one(&queries.retire_partitions, &[&stream, &AT_ONCE], DOING).await;
+    let Some(retired) = unless_locked(retire)? else {
+        return Ok(Ended { waiting: true, busy: true, next: BUSY, ..Ended::default() });
+    };
     let (held, permitted): (bool, bool) = (retired.get(0), retired.get(1));
     let mut ended = Ended { waiting: held || !permitted, ..Ended::default() };
-    let mut detaching = false;
+    let (mut detaching, mut idle) = (false, true);
     if permitted {
         ended.more = skip(client, stream, deadline).await?;
-        let mut at = if ended.more { Vec::new() } else { leaving(client, stream).await? };
+        let at = if ended.more { Vec::new() } else { leaving(client, stream).await? };
         // A whole batch: there may be others behind it.
         let full = at.len() >= AT_ONCE as usize;
+        idle = at.is_empty() && !ended.more;
         // Only one can be halfway out.
         let pending = at.iter().find(|leaf| leaf.pending).map(|leaf| leaf.number);
-        for leaf in at.drain(..) {
+        for leaf in at {
             let blocked = detaching || pending.is_some_and(|number| number != leaf.number);
             match forward(client, stream, leaf, blocked, deadline).await? {
                 Left::Gone => ended.gone += 1,
                 Left::Waits => detaching = true,
+                Left::Busy => {
+                    ended.busy = true;
+                    break;
+                }
                 Left::More => {
                     ended.more = true;
                     break;
                 }
             }
         }
-        ended.more |= full && !detaching;
+        ended.more |= full && !detaching && !ended.busy;
     }
-    let params: [&(dyn tokio_postgres::types::ToSql + Sync); 4] =
-        [&stream, &permitted, &detaching, &held];
+    let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
+        [&stream, &permitted, &detaching, &held, &idle];
     let next: Option<f64> =
         client.query_one(&queries.retention_ended, &params, DOING).await?.get(0);
-    ended.waiting |= detaching;
+    ended.waiting |= detaching || ended.busy;
     ended.next = match ended.more {
         true => Duration::ZERO,
+        false if ended.busy => BUSY,
         false => next.and_then(|s| Duration::try_from_secs_f64(s).ok()).unwrap_or_default(),
     };
     Ok(ended)
@@ -126,8 +142,12 @@ async fn forward(
     deadline: Instant,
 ) -> Result<Left> {
     let queries = &client.inner.queries;
-    if !leaf.archived && leaf.present && !archive(client, stream, leaf.number, deadline).await? {
-        return Ok(Left::More);
+    if !leaf.archived && leaf.present {
+        match archive(client, stream, leaf.number, deadline).await? {
+            None => return Ok(Left::Busy),
+            Some(false) => return Ok(Left::More),
+            Some(true) => {}
+        }
     }
     let mut attached = leaf.attached;
     if attached && !blocked && !client.inner.detaching.is_under_way(stream) {
@@ -153,14 +173,29 @@ async fn forward(
     Ok(Left::Waits)
 }
 
-/// Copies what is referred to. Whether that is all.
-async fn archive(client: &Client, stream: i64, number: i64, deadline: Instant) -> Result<bool> {
+/// Copies what is referred to. Whether that is all; `None`: the stream is locked.
+async fn archive(
+    client: &Client,
+    stream: i64,
+    number: i64,
+    deadline: Instant,
+) -> Result<Option<bool>> {
     loop {
         let query = &client.inner.queries.archive_referenced;
-        let finished = client.query_one(query, &[&stream, &number], DOING).await?.get(0);
+        let copied = client.query_one(query, &[&stream, &number], DOING).await;
+        let Some(row) = unless_locked(copied)? else { return Ok(None) };
+        let finished: bool = row.get(0);
         if finished || Instant::now() >= deadline {
-            return Ok(finished);
+            return Ok(Some(finished));
         }
+    }
+}
+
+/// `None` where a lock could not be had in time.
+fn unless_locked(answer: Result<Row>) -> Result<Option<Row>> {
+    match answer {
+        Err(error) if error.sql_state() == Some(SqlState::LOCK_NOT_AVAILABLE.code()) => Ok(None),
+        answer => answer.map(Some),
     }
 }
 

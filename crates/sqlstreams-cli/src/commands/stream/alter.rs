@@ -31,10 +31,10 @@ be redriven when their partition is gone; --retain-dead-for says how long dead l
 
 Examples:
   sqlstreams stream alter orders --notify on
+  sqlstreams stream alter orders --expire-groups-after 30d
   sqlstreams stream alter orders --idempotency-window 7d
   sqlstreams stream alter orders --retain-for 30d --retain-bytes 100GB --retain-dead-for 90d
-  sqlstreams stream alter orders --retain-bytes none
-  sqlstreams stream alter orders --expire-groups-after 30d";
+  sqlstreams stream alter orders --retain-bytes none";
 
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
@@ -54,6 +54,8 @@ pub(crate) struct AlterArgs {
     /// Drop groups that nobody has consumed for so long; `never` keeps them
     #[arg(long, value_name = "DURATION|never", group = "setting", value_parser = duration_or_never)]
     expire_groups_after: Option<Expiry>,
+    #[command(flatten)]
+    retention: RetentionArgs,
 }
 
 /// How long a group lives without a consumer; `None`: for ever.
@@ -73,13 +75,13 @@ pub(crate) async fn run(args: AlterArgs, context: &Context) -> anyhow::Result<()
     if let Some(window) = args.idempotency_window {
         stream.set_idempotency_window(window).await?;
     }
-    if let Some(Expiry(after)) = args.expire_groups_after {
-        stream.set_group_expiry(after).await?;
-    }
     if args.retention.is_given()
         && let Some(retention) = args.retention.change(&stream.info().await?.retention)
     {
         stream.set_retention(&retention).await?;
+    }
+    if let Some(Expiry(after)) = args.expire_groups_after {
+        stream.set_group_expiry(after).await?;
     }
     if let Some(notify) = args.notify {
         stream.set_notify(notify).await?;

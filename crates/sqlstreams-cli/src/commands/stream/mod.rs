@@ -69,8 +69,8 @@ fn to_json(stream: &StreamInfo) -> Value {
         "notify": stream.notify,
         "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
         "compacted": stream.compacted,
-        "group_expiry_seconds": stream.group_expiry.map(|after| after.as_secs_f64()),
         "first_id": stream.first_id,
         "retention": retention::to_json(stream),
+        "group_expiry_seconds": stream.group_expiry.map(|after| after.as_secs_f64()),
     })
 }

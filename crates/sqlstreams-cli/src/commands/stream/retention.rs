@@ -59,10 +59,21 @@ impl RetentionArgs {
     }
 }
 
+/// `7d` where [`span`] has `168h`.
+fn days(age: Duration) -> String {
+    const DAY: u64 = 24 * 60 * 60;
+    match age.as_secs() {
+        seconds if seconds >= DAY && age == Duration::from_secs(seconds / DAY * DAY) => {
+            format!("{}d", seconds / DAY)
+        }
+        _ => span(age),
+    }
+}
+
 /// `7d, 10,000,000,000 bytes, unread ones too; dead letters 30d`.
 pub(crate) fn describe(retention: &Retention) -> String {
     let mut limits = Vec::new();
-    limits.extend(retention.age.map(span));
+    limits.extend(retention.age.map(days));
     limits.extend(retention.bytes.map(|bytes| format!("{} bytes", thousands(bytes))));
     limits.extend(retention.count.map(|ids| format!("{} ids", thousands(ids))));
     if retention.resolved {
@@ -73,7 +84,7 @@ pub(crate) fn describe(retention: &Retention) -> String {
     } else if retention.unread {
         limits.push("unread or not".to_owned());
     }
-    let dead = retention.dead.map(|age| format!("; dead letters {}", span(age)));
+    let dead = retention.dead.map(|age| format!("; dead letters {}", days(age)));
     limits.join(", ") + &dead.unwrap_or_default()
 }
 
