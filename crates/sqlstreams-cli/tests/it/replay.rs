@@ -8,11 +8,22 @@ fn consume(bench: &Bench) -> usize {
     bench.ok(&["consume", "orders", "-g", "g", "--until-caught-up"]).lines().count()
 }
 
+fn seek<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&["group", "seek", "orders", "g"], args].concat()
+}
+
+fn replay<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&["group", "replay"], args].concat()
+}
+
+fn range<'a>(args: &[&'a str]) -> Vec<&'a str> {
+    [&["group", "replay", "orders", "g"], args].concat()
+}
+
 #[test]
 fn a_group_is_moved_when_that_is_confirmed() {
     let bench = Bench::with_orders("1\n2\n3\n4\n");
     assert_eq!(consume(&bench), 4);
-    let seek = |args: &[&str]| [&["group", "seek", "orders", "g"], args].concat();
     bench.run(&seek(&["3"])).assert_error(2, &["to after id 2", "up to 2 messages again", "--yes"]);
     let text = bench.ok(&seek(&["3", "--preview"]));
     assert!(
@@ -41,8 +52,6 @@ fn a_group_is_moved_when_that_is_confirmed() {
 #[test]
 fn a_range_is_replayed_listed_and_cancelled() {
     let bench = Bench::with_orders("1\n2\n3\n4\n");
-    let replay = |args: &[&str]| [&["group", "replay"], args].concat();
-    let range = |args: &[&str]| [&["group", "replay", "orders", "g"], args].concat();
     bench.ok(&["group", "create", "orders", "g"]);
     assert!(bench.ok(&range(&[])).contains("has claimed nothing of that range"));
     assert_eq!(consume(&bench), 4);
