@@ -146,7 +146,8 @@ async fn consumers_drain_a_replay_through_failures_and_kills() {
                                     tokio::time::sleep(Duration::from_millis(2)).await;
                                     // Each hundredth fails twice, each thousandth always.
                                     if message.payload % 1_000 == 999
-                                        || message.payload % 100 == 0 && message.attempt() < 3
+                                        || message.payload.is_multiple_of(100)
+                                            && message.attempt() < 3
                                     {
                                         return Err("it fails");
                                     }
