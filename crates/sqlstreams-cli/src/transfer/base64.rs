@@ -19,7 +19,7 @@ pub(super) fn encode(bytes: &[u8], text: &mut Vec<u8>) {
 
 /// The bytes of such a text; nothing if it is none.
 pub(super) fn decode(text: &[u8]) -> Option<Vec<u8>> {
-    if text.len() % 4 != 0 {
+    if !text.len().is_multiple_of(4) {
         return None;
     }
     let padding = text.iter().rev().take_while(|b| **b == b'=').count();

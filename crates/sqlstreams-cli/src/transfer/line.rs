@@ -215,7 +215,9 @@ impl Fields<'_> {
 fn unhex(text: &str) -> Option<Vec<u8>> {
     let digits = text.as_bytes();
     let value = |digit: u8| char::from(digit).to_digit(16).map(|d| d as u8);
-    (digits.len() % 2 == 0)
+    digits
+        .len()
+        .is_multiple_of(2)
         .then(|| {
             digits.chunks(2).map(|pair| Some(value(pair[0])? << 4 | value(pair[1])?)).collect()
         })

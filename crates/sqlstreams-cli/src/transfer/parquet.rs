@@ -91,7 +91,7 @@ impl<W: Write + Send> Writer<W> {
             return Ok(());
         }
         let mut group = self.writer.next_row_group()?;
-        let text = |text: &Option<String>| text.as_deref().map(|text| ByteArray::from(text));
+        let text = |text: &Option<String>| text.as_deref().map(ByteArray::from);
         column::<Int64Type, _>(&mut group, rows.iter().map(|m| Some(m.id)), false)?;
         column::<ByteArrayType, _>(&mut group, rows.iter().map(|m| text(&m.key)), true)?;
         column::<ByteArrayType, _>(&mut group, rows.iter().map(|m| text(&m.routing_key)), true)?;

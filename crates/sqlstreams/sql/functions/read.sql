@@ -44,6 +44,7 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     log     text := 'message_log_' || p_stream;
     page    bigint := least(p_limit, 10000);
+    size    bigint;
     settled bigint;
     reached bigint;
     width   bigint;
@@ -54,10 +55,14 @@ DECLARE
     tail    bigint;
 BEGIN
     PERFORM require_read_committed();
-    PERFORM require_stream(p_stream);
+    size := (require_stream(p_stream)).partition_size;
     PERFORM require_limit(p_limit);
     tail := log_head(p_stream);
-    reached := greatest(p_after, 0, least(lowest_possible_id(p_stream) - 1, p_upto));
+    reached := greatest(p_after, 0);
+    -- All partitions are looked at only where this one is gone.
+    IF to_regclass(format('%I', log || '_p' || reached / size)) IS NULL THEN
+        reached := greatest(reached, least(lowest_possible_id(p_stream) - 1, p_upto));
+    END IF;
     width := page;
     settled := settled_id(p_stream);
     IF reached >= settled THEN

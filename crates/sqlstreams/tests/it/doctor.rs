@@ -52,7 +52,11 @@ async fn what_is_well_is_not_found() {
         let group = stream.group(mode.as_str()).mode(mode).retry(once).create().await.unwrap();
         let consumer = group.consumer().until_caught_up();
         consumer
-            .run(async |m: Delivery<u64>| if m.payload % 9 == 0 { Err("no") } else { Ok(()) })
+            .run(
+                async |m: Delivery<u64>| {
+                    if m.payload.is_multiple_of(9) { Err("no") } else { Ok(()) }
+                },
+            )
             .await
             .unwrap();
     }
