@@ -49,8 +49,6 @@ pub(crate) struct AlterArgs {
     /// How long to remember idempotency keys
     #[arg(long, value_name = "DURATION", group = "setting", value_parser = values::duration)]
     idempotency_window: Option<Duration>,
-    #[command(flatten)]
-    retention: RetentionArgs,
     /// Drop groups that nobody has consumed for so long; `never` keeps them
     #[arg(long, value_name = "DURATION|never", group = "setting", value_parser = duration_or_never)]
     expire_groups_after: Option<Expiry>,
