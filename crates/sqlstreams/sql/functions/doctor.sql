@@ -35,7 +35,7 @@ END $$;
 CREATE OR REPLACE FUNCTION missing_tables(p_stream bigint) RETURNS text[]
 LANGUAGE sql VOLATILE AS $$
     SELECT coalesce(array_agg(t || p_stream), '{}')
-    FROM unnest(ARRAY['message_log_', 'consumer_group_cursor_', 'consumer_lease_', 'exception_queue_', 'consumer_done_', 'message_idempotency_', 'message_delayed_']) AS t
+    FROM unnest(ARRAY['message_log_', 'consumer_group_cursor_', 'consumer_lease_', 'exception_queue_', 'consumer_done_', 'message_idempotency_', 'message_delayed_', 'message_archive_']) AS t
     WHERE to_regclass(format('%I', t || p_stream)) IS NULL
 $$;
 
@@ -137,9 +137,9 @@ BEGIN
         names := missing_tables(s.id);
         IF cardinality(names) > 0 THEN
             RETURN QUERY SELECT 'tables_missing', 'error', stream, NULL::text, format('%s of its tables are missing: %s', cardinality(names), array_to_string(names, ', ')),
-                CASE WHEN cardinality(names) = 7 THEN '--fix makes them, empty, for data to be restored into; or drop the stream.'
+                CASE WHEN cardinality(names) = 8 THEN '--fix makes them, empty, for data to be restored into; or drop the stream.'
                      ELSE 'Restore them: what is missing cannot be told from what is left.' END,
-                cardinality(names) = 7, jsonb_build_object('tables', names);
+                cardinality(names) = 8, jsonb_build_object('tables', names);
             CONTINUE;
         END IF;
 
@@ -315,7 +315,7 @@ BEGIN
         WHEN 'tables_missing' THEN
             names := missing_tables(s.id);
             PERFORM require_that(cardinality(names) IN (0, 7), format('stream %I has some of its tables and lacks others', s.name), 'Restore them.');
-            IF cardinality(names) = 7 THEN
+            IF cardinality(names) = 8 THEN
                 PERFORM make_missing_tables(s);
                 done := jsonb_build_object('tables', names);
             END IF;
@@ -366,7 +366,7 @@ BEGIN
     WHERE p !~ '^message_log_\d{1,18}_p\d{1,18}$' OR NOT EXISTS (SELECT FROM stream AS x WHERE x.id = substring(p FROM 'log_(\d+)_')::bigint) LIMIT 1;
     PERFORM require_that(bad IS NULL, format('%L is no partition of a stream that there is', bad), 'Restore the data of table stream first, and name partitions as message_log_1_p0.');
     FOR s IN SELECT * FROM stream ORDER BY id LOOP
-        IF cardinality(missing_tables(s.id)) = 7 THEN
+        IF cardinality(missing_tables(s.id)) = 8 THEN
             PERFORM make_missing_tables(s);
         END IF;
         made := made + make_partitions(s, ARRAY(SELECT substring(p FROM '_p(\d+)$')::bigint FROM unnest(p_partitions) AS p WHERE p LIKE format('message\_log\_%s\_p%%', s.id)));

@@ -9,8 +9,8 @@
 --     leaves no id that was drawn in vain, and may come again. Whoever reads the sequence's new value can also see the messages.
 -- A reader that finds a gap among them waits until we have ended, as for any writer; then all that is missing never comes.
 
--- The highest id that anything of the stream knows: what was drawn, what is stored, what cursors, leases, rows of failures, bindings, keys
--- and the fence say. Where the log was restored to an earlier point than the rest, or without its sequence, that is above the sequence, and an id in
+-- The highest id that anything of the stream knows: what was drawn, what is stored, what cursors, leases, replays, rows of failures, the archive, bindings,
+-- keys, retention and the fence say. Where the log was restored to an earlier point than the rest, or without its sequence, that is above the sequence, and an id in
 -- between would be used twice. of: the highest of each.
 -- Bounded: a look-up per group and partition; of the idempotency keys the 1,000 newest, whose ids are about the highest.
 CREATE OR REPLACE FUNCTION known_id(p_stream bigint, OUT highest bigint, OUT of jsonb)
@@ -32,13 +32,17 @@ BEGIN
             ''leases'', (SELECT max(upper(l.pending) - 1) FROM cursors AS c
                          CROSS JOIN LATERAL (SELECT first_open FROM %2$I AS n WHERE n.group_id = c.group_id ORDER BY generation DESC LIMIT 1) AS x
                          CROSS JOIN LATERAL (SELECT pending FROM %3$I AS n WHERE n.group_id = c.group_id AND n.seq >= x.first_open) AS l),
+            ''replays'', (SELECT max((SELECT max(r.upto_id) FROM unnest(x.replays) AS r)) FROM cursors AS c
+                          CROSS JOIN LATERAL (SELECT replays FROM %2$I AS n WHERE n.group_id = c.group_id ORDER BY generation DESC LIMIT 1) AS x),
+            ''archive'', (SELECT max(id) FROM %7$I),
             ''exceptions'', (SELECT max(x.message_id) FROM failed AS c CROSS JOIN LATERAL (SELECT message_id FROM %4$I AS n WHERE n.group_id = c.group_id ORDER BY message_id DESC LIMIT 1) AS x),
             ''settled'', (SELECT max(x.message_id) FROM done AS c CROSS JOIN LATERAL (SELECT message_id FROM %5$I AS n WHERE n.group_id = c.group_id ORDER BY message_id DESC LIMIT 1) AS x),
             ''idempotency_keys'', (SELECT nullif(max(greatest(x.message_id, 0)), 0) FROM (SELECT message_id FROM %6$I ORDER BY sent_at DESC LIMIT 1000) AS x)))',
         'message_log_' || p_stream, 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream, 'exception_queue_' || p_stream,
-        'consumer_done_' || p_stream, 'message_idempotency_' || p_stream) INTO of;
+        'consumer_done_' || p_stream, 'message_idempotency_' || p_stream, 'message_archive_' || p_stream) INTO of;
     of := of || jsonb_strip_nulls(jsonb_build_object(
         'sequence', log_head(p_stream),
+        'retention', (SELECT nullif(s.first_id - 1, 0) FROM stream AS s WHERE s.id = p_stream),
         'fence', (SELECT greatest(f.settled, f.head) FROM stream_fence AS f WHERE f.stream_id = p_stream ORDER BY generation DESC LIMIT 1),
         'bindings', (SELECT max(x.after_id) FROM consumer_group AS g CROSS JOIN LATERAL (SELECT after_id FROM binding_set WHERE group_id = g.id ORDER BY version DESC LIMIT 1) AS x WHERE g.stream_id = p_stream)));
     highest := (SELECT coalesce(max(value::bigint), 0) FROM jsonb_each_text(of));
@@ -73,7 +77,10 @@ DECLARE
     made   int := 0;
 BEGIN
     FOR wanted IN SELECT DISTINCT n FROM unnest(p_numbers) AS n WHERE to_regclass(format('%I', 'message_log_' || s.id || '_p' || n)) IS NULL ORDER BY n LOOP
-        PERFORM create_partition(s.id, s.partition_size, wanted, s.compacted);
+        IF NOT create_partition(s, wanted) THEN
+            RAISE EXCEPTION 'partition % of stream % cannot be attached: something has its log locked', wanted, quote_ident(s.name)
+                USING ERRCODE = 'lock_not_available', HINT = 'Try again: an ANALYZE, or whoever looks after partitions, may have it for a moment.';
+        END IF;
         made := made + 1;
     END LOOP;
     RETURN made;

@@ -234,9 +234,15 @@ async fn data_alone_goes_into_an_installation_that_is_there() {
         .lines()
         .filter(|line| {
             line.contains(" TABLE DATA ")
-                && ![" stream ", " schema_migration ", " installation "]
-                    .iter()
-                    .any(|t| line.contains(t))
+                && ![
+                    " stream ",
+                    " schema_migration ",
+                    " installation ",
+                    " maintenance ",
+                    " log_partition ",
+                ]
+                .iter()
+                .any(|t| line.contains(t))
         })
         .collect();
     fs::write(&list, rest.join("\n")).unwrap();
