@@ -414,7 +414,7 @@ async fn a_schema_that_is_missing_or_another_is_a_finding() {
     assert_eq!((found.code.as_str(), found.fixable), ("schema_version", true));
     doctor.repair(&found).await.unwrap();
     assert_eq!(codes(&doctor).await, [""; 0]);
-    db.batch_execute("INSERT INTO sqlstreams.schema_migration (version, name, checksum, functions) VALUES (999, 'x', 'x', 'x')").await.unwrap();
+    db.batch_execute("INSERT INTO sqlstreams.schema_migration (version, oldest, name, checksum, functions) VALUES (999, 999, 'x', 'x', 'x')").await.unwrap();
     let found = finding(&doctor).await;
     assert_eq!((found.code.as_str(), found.fixable), ("schema_version", false));
     assert!(found.message.contains("999") && found.hint.contains("Upgrade"), "{found:?}");
