@@ -56,7 +56,6 @@ const FUNCTIONS: &[&str] = &[
     include_str!("../sql/functions/produce.sql"),
     include_str!("../sql/functions/delayed.sql"),
     include_str!("../sql/functions/schedule.sql"),
-    include_str!("../sql/functions/schedule_fire.sql"),
     include_str!("../sql/functions/current.sql"),
     include_str!("../sql/functions/compact.sql"),
     include_str!("../sql/functions/reclaim.sql"),
