@@ -6,6 +6,7 @@
 mod chaos;
 mod delay;
 mod fair;
+mod growth;
 mod keys;
 mod latency;
 mod ordered;
@@ -41,6 +42,8 @@ pub(crate) enum BenchCommand {
     Keys(keys::KeysArgs),
     /// What delayed messages cost, and how late they come
     Delay(delay::DelayArgs),
+    /// What the size of a log costs
+    Growth(growth::GrowthArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -57,6 +60,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Routing(args) => routing::run(args, context).await,
         BenchCommand::Keys(args) => keys::run(args, context).await,
         BenchCommand::Delay(args) => delay::run(args, context).await,
+        BenchCommand::Growth(args) => growth::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }
