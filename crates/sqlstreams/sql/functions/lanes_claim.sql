@@ -97,7 +97,7 @@ END $$;
 
 -- Exceptions of these lanes that are due, at most about p_limit: each key's head, and the deferred ones that follow it if it has not
 -- failed before and p_alone does not say otherwise: one that fails again would only take them back. Later ones may be in flight, if it
--- was redriven meanwhile: they stay where they are. With p_suspect it may be one suspect alone. Returns how many it put into flight under p_token, and their lanes.
+-- was redriven meanwhile: they stay where they are, and so does what follows those. With p_suspect it may be one suspect alone. Returns how many it put into flight under p_token, and their lanes.
 CREATE OR REPLACE FUNCTION take_lane_exceptions(p_stream bigint, g consumer_group, p_lanes bigint, p_limit bigint, p_alone boolean, p_suspect boolean, p_token uuid, p_now timestamptz,
     OUT taken bigint, OUT lanes bigint)
 LANGUAGE plpgsql VOLATILE AS $$
@@ -141,12 +141,12 @@ BEGIN
                                  LIMIT (SELECT ceil($5::numeric / nullif(count(*), 0))::bigint FROM filled)) AS e
              ORDER BY e.due_at LIMIT $5),
          followers AS MATERIALIZED (
-             SELECT f.message_id, f.key, f.losses, f.place FROM head
-             CROSS JOIN LATERAL (SELECT message_id, key, losses, row_number() OVER (ORDER BY message_id) AS place FROM (
-                                     SELECT message_id, key, losses FROM %1$I WHERE group_id = $1 AND key = head.key AND lane >= 0 AND state <> ''dead'' AND state = ''deferred'' AND message_id > head.message_id
+             SELECT f.message_id, f.key, f.stays, f.place FROM head
+             CROSS JOIN LATERAL (SELECT message_id, key, losses > 0 OR state <> ''deferred'' AS stays, row_number() OVER (ORDER BY message_id) AS place FROM (
+                                     SELECT message_id, key, losses, state FROM %1$I WHERE group_id = $1 AND key = head.key AND lane >= 0 AND state <> ''dead'' AND message_id > head.message_id
                                      ORDER BY message_id LIMIT $5) AS x) AS f
              WHERE NOT head.failed AND NOT $6),
-         alone AS (SELECT key, min(place) AS place FROM followers WHERE losses > 0 GROUP BY key),
+         alone AS (SELECT key, min(place) AS place FROM followers WHERE stays GROUP BY key),
          chosen AS (
              SELECT message_id FROM (
                  SELECT message_id, 0 AS place FROM head
@@ -197,11 +197,11 @@ BEGIN
     SELECT min(x.position) INTO beyond FROM unnest(c.cohorts) AS x WHERE x.lanes & p_lanes <> 0 AND x.position > first.position;
     at.claimed := first.position;
     width := greatest(1, coalesce(p_width, p_limit * 64 / lane_count(lanes)));
-    SELECT * INTO r FROM next_range(p_stream, least(width, CASE WHEN p_limited THEN 10000 ELSE 50000 END, beyond - first.position), at);
+    SELECT * INTO r FROM next_range(p_stream, p_group, least(width, CASE WHEN p_limited THEN 10000 ELSE 50000 END, beyond - first.position), at);
     at := r.c;
     reached := least(at.claimed, beyond);
     -- Passing over holes it may have gone beyond.
-    pending := int8multirange(r.range * int8range(NULL, beyond, '[]'));
+    pending := r.range * int8multirange(int8range(NULL, beyond, '[]'));
     IF isempty(pending) THEN
         pending := NULL;
     END IF;
@@ -366,6 +366,9 @@ BEGIN
         ELSIF EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder = p_holder) THEN
             c.waiters := ARRAY(SELECT w FROM unnest(c.waiters) AS w WHERE (w).until > now AND (w).holder <> p_holder);
         END IF;
+    END IF;
+    IF c.claimed >= c.reread_to THEN
+        c.reread_to := NULL;
     END IF;
     IF c IS DISTINCT FROM before THEN
         PERFORM save_cursor(p_stream, p_group, c);

@@ -262,7 +262,9 @@ async fn a_commit_that_waits_for_a_standby_is_not_ended() {
     {
         // Until the servers' processes have read the setting.
         let probe = connect(&cluster.url("postgres")).await;
-        tokio::spawn(async move { probe.batch_execute("CREATE TABLE IF NOT EXISTS t ()").await });
+        // Something to commit each time.
+        let write = "DROP TABLE IF EXISTS t; CREATE TABLE t ()";
+        tokio::spawn(async move { probe.batch_execute(write).await });
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     proxy.cut_next("COMMIT", Cut::Close(Place::Sent));

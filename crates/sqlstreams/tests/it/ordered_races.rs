@@ -238,3 +238,35 @@ async fn what_was_settled_in_a_lease_that_is_passed_by_is_not_run_again() {
     assert_eq!(claim(-1).await, "{[1,5),[6,11)}");
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.consumer_done_1").await, 0);
 }
+
+/// A message is redriven while a later one of its key is in hand: those that follow the later one wait for that, too.
+#[tokio::test]
+async fn a_redriven_message_takes_along_only_what_is_before_those_in_hand() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.group("g").ordered().create().await.unwrap();
+    let numbers: Vec<u64> = (0..6).collect();
+    stream.producer().send_all(numbers.iter().map(|n| Outgoing::new(n).key("k"))).await.unwrap();
+    db.batch_execute(
+        "SELECT sqlstreams.advance_lanes(1, 1, gen_random_uuid(), NULL, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 100, false, gen_random_uuid());
+         DELETE FROM sqlstreams.consumer_lease_1;
+         INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, key, lane, attempts, due_at, dead_at)
+             SELECT 1, id, CASE id WHEN 1 THEN 'dead' WHEN 3 THEN 'ready' ELSE 'deferred' END, 'k', sqlstreams.lane_of('k', id), (id IN (1, 3))::int, now(), CASE id WHEN 1 THEN now() END
+             FROM sqlstreams.message_log_1 WHERE id <> 2",
+    )
+    .await
+    .unwrap();
+    let holder = uuid::Uuid::new_v4();
+    let (first, second) = (uuid::Uuid::new_v4(), uuid::Uuid::new_v4());
+    let claim = async |held: &str, done: &str, token: uuid::Uuid| -> Option<Vec<i64>> {
+        let sql = format!(
+            "SELECT ids FROM sqlstreams.advance_lanes(1, 1, '{holder}', NULL, '{{{held}}}', '{{{done}}}', '{{{}}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', 100, false, '{token}')",
+            if held.is_empty() { "" } else { "false" }
+        );
+        db.query_one(&sql, &[]).await.unwrap().get(0)
+    };
+    // One that has failed runs alone.
+    assert_eq!(claim("", "", first).await, Some(vec![3]));
+    assert_eq!(stream.group("g").open().await.unwrap().redrive(None, 10).await.unwrap(), [1]);
+    assert_eq!(claim(&first.to_string(), "\"{}\"", second).await, Some(vec![1]));
+}

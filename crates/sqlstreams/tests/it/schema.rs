@@ -51,7 +51,7 @@ async fn twenty_may_install_at_once() {
     }
     let db = connect(&url).await;
     for (table, rows) in
-        [("schema_migration", 1), ("stream", 1), ("consumer_group", 1), ("stream_fence", 1)]
+        [("schema_migration", 2), ("stream", 1), ("consumer_group", 1), ("stream_fence", 1)]
     {
         assert_eq!(
             count(&db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await,
@@ -70,7 +70,7 @@ async fn tb_112_another_version_is_refused_and_left_alone() {
     let look = "SELECT md5(string_agg(oid::text || prosrc, ',' ORDER BY oid)) FROM pg_proc WHERE pronamespace = 'sqlstreams'::regnamespace";
     let before: String = db.query_one(look, &[]).await.unwrap().get(0);
 
-    db.batch_execute(&format!("INSERT INTO sqlstreams.schema_migration (version, name, checksum, functions) VALUES ({}, 'x', 'x', 'x')", version + 1)).await.unwrap();
+    db.batch_execute(&format!("INSERT INTO sqlstreams.schema_migration (version, oldest, name, checksum, functions) VALUES ({0}, {0}, 'x', 'x', 'x')", version + 1)).await.unwrap();
     for migrate in [true, false] {
         let error = Client::builder(&url).migrate(migrate).connect().await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::SchemaMismatch, "{error:?}");
@@ -83,8 +83,27 @@ async fn tb_112_another_version_is_refused_and_left_alone() {
         "functions were touched"
     );
 
+    // Newer, and made so that this program can go on beside those that brought it: used as it is.
+    db.batch_execute(&format!(
+        "UPDATE sqlstreams.schema_migration SET oldest = {version} WHERE version > {version}"
+    ))
+    .await
+    .unwrap();
+    for migrate in [true, false] {
+        let client = Client::builder(&url).migrate(migrate).connect().await.unwrap();
+        let report = client.migrate().await.unwrap();
+        assert_eq!((report.from, report.to), (Some(version as i32 + 1), version as i32 + 1));
+        assert!(!report.changed);
+        let stream = numbers(&client, &format!("s {migrate}"), 3).await;
+        assert_eq!(stream.group("g").create().await.unwrap().status().await.unwrap().lag, 3);
+    }
+    assert_eq!(
+        count(&db, "SELECT max(version)::bigint FROM sqlstreams.schema_migration").await,
+        version + 1
+    );
+
     // Older than this program: not used without being migrated.
-    db.batch_execute("DELETE FROM sqlstreams.schema_migration; INSERT INTO sqlstreams.schema_migration (version, name, checksum, functions) VALUES (0, 'x', 'x', 'x')").await.unwrap();
+    db.batch_execute("DELETE FROM sqlstreams.schema_migration; INSERT INTO sqlstreams.schema_migration (version, oldest, name, checksum, functions) VALUES (0, 0, 'x', 'x', 'x')").await.unwrap();
     let error = Client::builder(&url).migrate(false).connect().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::SchemaMismatch, "{error:?}");
     assert!(error.hint().unwrap().contains("migrate"), "{error:?}");
@@ -143,6 +162,10 @@ async fn what_is_not_there_is_named_with_what_is() {
         ("create_group(1, 'g', 5)", "SQ004"),
         ("create_group(99, 'g')", "SQ001"),
         ("redrive(1, 99)", "SQ002"),
+        ("seek(99, 1, 'latest')", "SQ001"),
+        ("replay(1, 99)", "SQ002"),
+        ("list_replays(1, 99)", "SQ002"),
+        ("cancel_replay(99, 1)", "SQ001"),
     ] {
         let error = db.batch_execute(&format!("SELECT sqlstreams.{call}")).await.expect_err(call);
         let error = error.as_db_error().unwrap();
