@@ -13,6 +13,7 @@ mod ordered;
 mod place;
 mod routing;
 mod server;
+mod soak;
 mod transactional;
 
 use std::process::ExitCode;
@@ -44,6 +45,8 @@ pub(crate) enum BenchCommand {
     Delay(delay::DelayArgs),
     /// What the size of a log costs
     Growth(growth::GrowthArgs),
+    /// Partitions that are made and go all the time, for as long as you like
+    Soak(soak::SoakArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -61,6 +64,7 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Keys(args) => keys::run(args, context).await,
         BenchCommand::Delay(args) => delay::run(args, context).await,
         BenchCommand::Growth(args) => growth::run(args, context).await,
+        BenchCommand::Soak(args) => soak::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

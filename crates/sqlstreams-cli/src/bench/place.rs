@@ -1,7 +1,7 @@
 //! Where a benchmark runs: a database, a stream of its own, and names for tables of its own.
 
 use anyhow::Context as _;
-use sqlstreams::{Client, Codec, Dsn, ErrorKind, Json, Stream};
+use sqlstreams::{Client, Codec, Dsn, ErrorKind, Json, Stream, StreamBuilder};
 
 use super::server::Server;
 use crate::context::{Context, Database};
@@ -19,7 +19,7 @@ pub(crate) struct Place<T> {
     /// The database. Holds a password: not for printing.
     pub(crate) url: String,
     pub(crate) server: Server,
-    client: Client,
+    pub(crate) client: Client,
     /// The names of the other streams that it asked for.
     others: Vec<String>,
 }
@@ -29,11 +29,15 @@ where
     Json: Codec<T>,
 {
     /// Another stream, new and empty, which goes with the first.
-    pub(crate) async fn another_stream(&mut self, suffix: &str) -> sqlstreams::Result<Stream<T>> {
+    pub(crate) async fn another_stream(
+        &mut self,
+        suffix: &str,
+        with: impl FnOnce(StreamBuilder<T>) -> StreamBuilder<T>,
+    ) -> sqlstreams::Result<Stream<T>> {
         let name = format!("{}_{suffix}", self.stream.name());
         // Before it is there: whatever happens, it is looked for.
         self.others.push(name.clone());
-        self.client.stream(name).create().await
+        with(self.client.stream(name)).create().await
     }
 }
 
@@ -109,8 +113,7 @@ where
     // From here to the guarded part nothing waits for signals, so that a stream which was made is dropped.
     let stream = own_stream::create::<T>(&client, prefix).await?;
     let names = Tables::of(context.schema(), stream.name());
-    let mut place =
-        Place { stream, tables: names, db, url, server, client, others: Vec::new() };
+    let mut place = Place { stream, tables: names, db, url, server, client, others: Vec::new() };
     let done = signals.stop.run_until_cancelled(work(&mut place)).await;
     if done.is_none() {
         context.say("Interrupted, cleaning up");

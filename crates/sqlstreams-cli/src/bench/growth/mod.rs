@@ -79,7 +79,7 @@ async fn measure(
     context: &Context,
     place: &mut Place<i64>,
 ) -> anyhow::Result<Facts> {
-    let small = place.another_stream("small").await?;
+    let small = place.another_stream("small", |stream| stream).await?;
     fill::fill(context, place, &small, args.small).await?;
     fill::fill(context, place, &place.stream, args.messages).await?;
 
@@ -113,9 +113,11 @@ async fn measure(
 }
 
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
-    let [messages, small, consumed] =
-        [facts.messages, facts.small, facts.consumed].map(thousands);
-    print(format_args!("A log of {messages} messages beside one of {small}. {}\n", facts.postgresql))?;
+    let [messages, small, consumed] = [facts.messages, facts.small, facts.consumed].map(thousands);
+    print(format_args!(
+        "A log of {messages} messages beside one of {small}. {}\n",
+        facts.postgresql
+    ))?;
     print(format_args!("{:<10}  {:>10}  {:>10}  {:>5}", "consuming", "small", "large", "cost"))?;
     for PlaceFacts { place, small_ms, large_ms, cost } in &facts.places {
         print(format_args!("{place:<10}  {small_ms:>7.0} ms  {large_ms:>7.0} ms  {cost:>5.2}"))?;
