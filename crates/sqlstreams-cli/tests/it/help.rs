@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 69] = [
+const COMMANDS: [&[&str]; 71] = [
     &[],
     &["demo"],
     &["up"],
@@ -71,6 +71,8 @@ const COMMANDS: [&[&str]; 69] = [
     &["bench", "routing"],
     &["bench", "keys"],
     &["bench", "delay"],
+    &["bench", "growth"],
+    &["bench", "soak"],
     &["bench", "chaos"],
 ];
 
