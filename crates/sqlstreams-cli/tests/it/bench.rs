@@ -136,7 +136,10 @@ fn growth_compares_a_large_log_with_a_small_one() {
     assert_eq!(facts["consumed"], 2_000);
     for place in places {
         let number = |name: &str| place[name].as_f64().unwrap();
-        assert!((number("cost") - number("large_ms") / number("small_ms")).abs() < 1e-9, "{facts:#}");
+        assert!(
+            (number("cost") - number("large_ms") / number("small_ms")).abs() < 1e-9,
+            "{facts:#}"
+        );
     }
     let met = places.iter().all(|place| place["cost"].as_f64() <= facts["target"].as_f64());
     assert_eq!(facts["target_met"], met);

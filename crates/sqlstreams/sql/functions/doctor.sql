@@ -314,7 +314,7 @@ BEGIN
             done := jsonb_build_object('tables', names);
         WHEN 'tables_missing' THEN
             names := missing_tables(s.id);
-            PERFORM require_that(cardinality(names) IN (0, 7), format('stream %I has some of its tables and lacks others', s.name), 'Restore them.');
+            PERFORM require_that(cardinality(names) IN (0, 8), format('stream %I has some of its tables and lacks others', s.name), 'Restore them.');
             IF cardinality(names) = 8 THEN
                 PERFORM make_missing_tables(s);
                 done := jsonb_build_object('tables', names);

@@ -326,8 +326,10 @@ async fn compacted_streams_are_compacted_and_their_space_comes_back() {
     db.batch_execute(sql).await.unwrap();
     let size = "SELECT pg_table_size('sqlstreams.message_log_1_p0')";
     let before = count(&db, size).await;
-    eventually(async || {
-        put_off_nothing(&db).await;
+    // A transaction that writes, be it in another database, keeps the space until it ends: that uses no tries up here.
+    let again = "UPDATE sqlstreams.maintenance_step SET next_due = NULL, memory = memory - 'tries'";
+    until("the space is back", Duration::from_secs(90), async || {
+        db.batch_execute(again).await.unwrap();
         client.maintenance().once().await.unwrap();
         count(&db, messages).await == 100 && count(&db, size).await < before / 2
     })

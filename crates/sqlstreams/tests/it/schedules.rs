@@ -747,6 +747,8 @@ async fn looks_read_no_more_than_before() {
         }
         sums
     };
+    // Until its first time has come: before, nothing is fired.
+    tokio::time::sleep(Duration::from_millis(1_200)).await;
     measure().await;
     let before = measure().await;
     db.batch_execute(
