@@ -177,7 +177,7 @@ fn how_long_messages_are_kept_is_set_shown_and_done() {
     ]);
     bench.sql("INSERT INTO sqlstreams.message_log_1 (payload) SELECT to_json(n) FROM generate_series(1, 2500) AS n");
     bench.ok(&["group", "create", "clicks", "slow"]);
-    bench.sql("SELECT sqlstreams.look_at_gap(1, 0); SELECT pg_sleep(0.1); SELECT sqlstreams.look_at_gap(1, 0); SELECT sqlstreams.seal_partitions(1)");
+    bench.sql("SELECT sqlstreams.seal_partitions(1); SELECT pg_sleep(0.1); SELECT sqlstreams.seal_partitions(1)");
     bench.sql("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '1 day'");
     let held = bench.run(&["stream", "retain", "clicks"]).assert_ok();
     assert!(held.text().starts_with("0 partitions and 0 dead letters"), "{}", held.text());
