@@ -81,11 +81,10 @@ fn a_stream_goes_to_another_database_and_nothing_is_lost() {
             );
             assert!(messages(&before) == messages(&after), "{payload_type} as {format}");
             assert_eq!(messages(&after).len() as u64, count);
-            let same = format!("SELECT md5(string_agg(m::text, E'\\n' ORDER BY id)) FROM ");
-            assert_eq!(
-                from.sql(&(same.clone() + &log + " AS m")),
-                to.sql(&(same + "sqlstreams.message_log_1 AS m"))
-            );
+            let sum = |log: &str| {
+                format!("SELECT md5(string_agg(m::text, E'\\n' ORDER BY id)) FROM {log} AS m")
+            };
+            assert_eq!(from.sql(&sum(&log)), to.sql(&sum("sqlstreams.message_log_1")));
             let info = to.json(&["stream", "show", "copy"]);
             let stream = info.get("stream").unwrap_or(&info);
             assert_eq!(

@@ -633,7 +633,7 @@ async fn the_server_s_clock_decides() {
     let since = "(SELECT since FROM sqlstreams.schedule)";
     for (times, until, next) in [
         // What is done with; out of order; twice; beyond what is said to be done; a next time that has been.
-        (format!("{since}"), "clock_timestamp()", day),
+        (since.to_string(), "clock_timestamp()", day),
         (
             format!("{since} + interval '20 min', {since} + interval '10 min'"),
             "clock_timestamp()",

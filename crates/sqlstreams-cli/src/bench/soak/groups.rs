@@ -26,7 +26,14 @@ type IsFor = fn(i64) -> bool;
 
 pub(crate) struct Consumers {
     stop: CancellationToken,
-    groups: Vec<(&'static str, IsFor, Arc<Mutex<Seen>>, JoinHandle<sqlstreams::Result<Consumed>>)>,
+    groups: Vec<Running>,
+}
+
+struct Running {
+    name: &'static str,
+    is_for: IsFor,
+    seen: Arc<Mutex<Seen>>,
+    consumer: JoinHandle<sqlstreams::Result<Consumed>>,
 }
 
 #[derive(Debug, Default)]
@@ -72,7 +79,7 @@ impl Consumers {
             let group = kind(stream.group(name).retry(retry)).create().await?;
             let seen: Arc<Mutex<Seen>> = Arc::default();
             let notes = seen.clone();
-            let running = tokio::spawn(group.consumer().stop_on(stop.clone()).run(
+            let consumer = tokio::spawn(group.consumer().stop_on(stop.clone()).run(
                 move |message: Delivery<i64>| {
                     let mut seen = notes.lock().unwrap_or_else(PoisonError::into_inner);
                     let number = message.payload;
@@ -89,7 +96,7 @@ impl Consumers {
                     async move { outcome }
                 },
             ));
-            groups.push((name, is_for, seen, running));
+            groups.push(Running { name, is_for, seen, consumer });
         }
         Ok(Self { stop, groups })
     }
@@ -103,7 +110,7 @@ impl Consumers {
     ) -> anyhow::Result<Vec<GroupFacts>> {
         let deadline = Instant::now() + limit;
         let mut facts = Vec::new();
-        for (name, is_for, seen, _) in &self.groups {
+        for Running { name, is_for, seen, .. } in &self.groups {
             let group = stream.group(*name).open().await?;
             while Instant::now() < deadline {
                 let status = group.status().await?;
@@ -122,8 +129,8 @@ impl Consumers {
     /// Stops the consumers. Until then they do the maintenance, too.
     pub(crate) async fn stop(self) -> anyhow::Result<()> {
         self.stop.cancel();
-        for (.., running) in self.groups {
-            running.await??;
+        for Running { consumer, .. } in self.groups {
+            consumer.await??;
         }
         Ok(())
     }
