@@ -52,7 +52,7 @@ fn within_jiff(text: &str) -> Option<SystemTime> {
 }
 
 /// What the driver makes of PostgreSQL's infinity.
-fn infinity() -> SystemTime {
+pub(crate) fn infinity() -> SystemTime {
     SystemTime::UNIX_EPOCH + EPOCH + Duration::from_micros(i64::MAX.unsigned_abs())
 }
 

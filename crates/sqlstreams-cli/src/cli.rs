@@ -9,10 +9,14 @@ use clap::{Arg, ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcomm
 use sqlstreams::Start;
 
 use crate::bench::BenchCommand;
-use crate::commands::{consume, dead, delayed, down, group, message, migrate, produce, stream, up};
+use crate::commands::{
+    consume, dead, delayed, doctor, down, group, maintain, message, migrate, produce, schedule,
+    stream, up,
+};
 use crate::demo::DemoArgs;
 use crate::failure::Failure;
 use crate::prose;
+use crate::values::Limit;
 
 const AFTER_HELP: &str = "\
 First steps:
@@ -30,7 +34,7 @@ Exit codes:
   0    done
   1    failed
   2    the command line or the configuration makes no sense
-  3    a stream, group or dead letter that was named does not exist
+  3    a stream, group, schedule or dead letter that was named does not exist
   4    the database cannot be reached or used: read-only, too old, no privilege, schema missing
   130  cut short by Ctrl-C (143: by SIGTERM)";
 
@@ -79,7 +83,7 @@ pub(crate) enum Command {
     Down(down::DownArgs),
     /// Install the schema, or bring it up to date
     Migrate(migrate::MigrateArgs),
-    /// Create, list, show, alter and drop streams
+    /// Create, list, show, alter, export, import and drop streams
     #[command(subcommand)]
     Stream(stream::StreamCommand),
     /// Send lines of a file or of stdin as messages
@@ -98,6 +102,13 @@ pub(crate) enum Command {
     /// Look up, list and remove the current values of a compacted stream
     #[command(subcommand)]
     Message(message::MessageCommand),
+    /// Do the upkeep of all streams, once or until it is stopped, or see what came of it
+    Maintain(maintain::MaintainArgs),
+    /// Create, list, show, alter, pause, run and drop schedules
+    #[command(subcommand)]
+    Schedule(schedule::ScheduleCommand),
+    /// Say what is wrong with an installation, and repair it: after a restore, for one
+    Doctor(doctor::DoctorArgs),
     /// Measure what is promised; kill and freeze consumers and count what got lost
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -155,11 +166,13 @@ fn take_minus(arg: Arg) -> Arg {
     let is_time = of == TypeId::of::<Duration>()
         || of == TypeId::of::<SystemTime>()
         || of == TypeId::of::<(SystemTime, i64)>()
-        || of == TypeId::of::<Start>();
+        || of == TypeId::of::<Start>()
+        || of == TypeId::of::<Limit<Duration>>();
     let is_number = of == TypeId::of::<u8>()
         || of == TypeId::of::<u16>()
         || of == TypeId::of::<u32>()
         || of == TypeId::of::<u64>()
+        || of == TypeId::of::<Limit<u64>>()
         || of == TypeId::of::<usize>()
         || of == TypeId::of::<i64>()
         || of == TypeId::of::<f64>();

@@ -15,7 +15,7 @@ use crate::terminal::{ERROR, HINT};
 pub(crate) const EXIT_FAILED: u8 = 1;
 /// The command line or the configuration makes no sense.
 pub(crate) const EXIT_USAGE: u8 = 2;
-/// A stream, group or dead letter that was named does not exist.
+/// A stream, group, schedule or dead letter that was named does not exist.
 pub(crate) const EXIT_NOT_FOUND: u8 = 3;
 /// The database cannot be reached or cannot be used.
 pub(crate) const EXIT_DATABASE: u8 = 4;
@@ -185,7 +185,9 @@ fn exit_of(kind: ErrorKind) -> u8 {
         | ErrorKind::InvalidName
         | ErrorKind::InvalidArgument
         | ErrorKind::InvalidBinding => EXIT_USAGE,
-        ErrorKind::UnknownStream | ErrorKind::UnknownGroup => EXIT_NOT_FOUND,
+        ErrorKind::UnknownStream | ErrorKind::UnknownGroup | ErrorKind::UnknownSchedule => {
+            EXIT_NOT_FOUND
+        }
         ErrorKind::Connection
         | ErrorKind::ReadOnly
         | ErrorKind::UnsupportedServer

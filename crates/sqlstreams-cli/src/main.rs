@@ -18,6 +18,7 @@ mod prose;
 mod signals;
 mod span;
 mod terminal;
+mod transfer;
 mod values;
 
 use std::process::ExitCode;

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
-use sqlstreams::{Binding, Headers, Mode, PayloadType, Start};
+use sqlstreams::{Binding, Headers, Missed, Mode, PayloadType, Start};
 
 use crate::{calendar, span};
 
@@ -117,6 +117,55 @@ pub(crate) fn mode(text: &str) -> Result<Mode, String> {
     text.parse().map_err(|_| "choose parallel, ordered or fair".to_owned())
 }
 
+/// `skip`, `once` or `all`.
+pub(crate) fn missed(text: &str) -> Result<Missed, String> {
+    text.parse().map_err(|_| "choose skip, once or all".to_owned())
+}
+
+/// A limit, or none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limit<T>(pub(crate) Option<T>);
+
+/// `none`, or what `parse` reads.
+pub(crate) fn limit_of<T>(
+    parse: impl Fn(&str) -> Result<T, String> + Clone,
+) -> impl Fn(&str) -> Result<Limit<T>, String> + Clone {
+    move |text| match text.trim() {
+        "none" => Ok(Limit(None)),
+        text => parse(text).map(Some).map(Limit).map_err(|error| format!("{error}, or none")),
+    }
+}
+
+/// A number, at least 1.
+pub(crate) fn number(text: &str) -> Result<u64, String> {
+    match text.replace(['_', ','], "").parse() {
+        Ok(0) => Err("it has to be at least 1".to_owned()),
+        Ok(number) if number <= i64::MAX.unsigned_abs() => Ok(number),
+        _ => Err("write a whole number".to_owned()),
+    }
+}
+
+/// `500MB`, `10GB`, `1TiB`; without a unit bytes.
+pub(crate) fn size(text: &str) -> Result<u64, String> {
+    let (digits, unit) =
+        text.split_at(text.find(|c: char| c.is_alphabetic()).unwrap_or(text.len()));
+    let unit: u64 = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kb" | "k" => 1_000,
+        "mb" | "m" => 1_000_000,
+        "gb" | "g" => 1_000_000_000,
+        "tb" | "t" => 1_000_000_000_000,
+        "kib" => 1 << 10,
+        "mib" => 1 << 20,
+        "gib" => 1 << 30,
+        "tib" => 1 << 40,
+        _ => return Err("write a size: 500MB, 10GB or 1TiB".to_owned()),
+    };
+    let number = number(digits.trim()).map_err(|error| format!("{error} of bytes: 500MB, 10GB"))?;
+    let bytes = number.checked_mul(unit).filter(|bytes| *bytes <= i64::MAX.unsigned_abs());
+    bytes.ok_or_else(|| "it is too large".to_owned())
+}
+
 /// A number of things, at least one.
 pub(crate) fn at_least_one(text: &str) -> Result<usize, String> {
     match text.replace('_', "").parse() {
@@ -140,6 +189,18 @@ mod tests {
         for long in ["3650000d 1ns", "99999999999d", "99999999999999999999999999999999999999999w"] {
             assert!(duration(long).unwrap_err().contains("too long"), "{long}");
         }
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(size("1000"), Ok(1_000));
+        assert_eq!(size("10GB"), Ok(10_000_000_000));
+        assert_eq!(size("2 gib"), Ok(2 << 30));
+        for wrong in ["", "GB", "-1", "1.5GB", "1 XB", "0", "9999999999TB"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+        assert_eq!(limit_of(size)("none"), Ok(Limit(None)));
+        assert_eq!(limit_of(size)("1kB"), Ok(Limit(Some(1_000))));
     }
 
     #[test]

@@ -135,7 +135,7 @@ pub(crate) fn to_json(bindings: &[Binding]) -> Result<String> {
     }
 }
 
-fn from_json(json: &str) -> Result<Vec<Binding>> {
+pub(crate) fn from_json(json: &str) -> Result<Vec<Binding>> {
     let read: Vec<Value> = serde_json::from_str(json).map_err(|e| {
         Error::new(ErrorKind::Database, "the group's bindings cannot be read").with_source(e)
     })?;

@@ -8,15 +8,19 @@ use futures_util::future::join3;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 use tokio_postgres::Row;
-use tokio_postgres::types::ToSql;
+use tokio_postgres::types::{ToSql, Type};
 
 use crate::background::Background;
 use crate::connect::{Connector, Dsn};
+use crate::doctor::Doctor;
 use crate::error::{Error, ErrorKind, Result};
+use crate::maintain::Duty;
 use crate::migrate::{self, MigrationReport};
 use crate::payload::Json;
 use crate::pool::{Pool, Pooled};
 use crate::queries::{Queries, Query};
+use crate::retention::Detaching;
+use crate::schedule;
 use crate::schema::Schema;
 use crate::stream::{StreamBuilder, StreamInfo};
 use crate::wake::{Bell, Watcher};
@@ -45,6 +49,9 @@ pub(crate) struct Inner {
     pub(crate) connector: Connector,
     pub(crate) watcher: Watcher,
     pub(crate) bell: Bell,
+    pub(crate) detaching: Detaching,
+    pub(crate) duty: Duty,
+    pub(crate) schedules: schedule::Bound,
     /// At most one message that may have killed its process runs in this one.
     pub(crate) suspects: Arc<Semaphore>,
     #[cfg(test)]
@@ -62,6 +69,7 @@ pub struct ClientBuilder {
     pool_size: usize,
     migrate: bool,
     listener: bool,
+    maintenance: bool,
 }
 
 impl Client {
@@ -84,6 +92,7 @@ impl Client {
             pool_size: 8,
             migrate: true,
             listener: true,
+            maintenance: true,
         }
     }
 
@@ -213,10 +222,22 @@ pub(crate) async fn transact(
     query: &Query,
     params: &[&(dyn ToSql + Sync)],
 ) -> Result<Vec<Row>, tokio_postgres::Error> {
+    debug_assert_eq!(params.len(), query.types.len(), "{}", query.sql);
+    let typed: Vec<_> = params.iter().copied().zip(query.types.iter().cloned()).collect();
+    transact_typed(connection, begin, &query.sql, &typed).await
+}
+
+/// The same for a statement whose types depend on the stream's.
+pub(crate) async fn transact_typed(
+    connection: &tokio_postgres::Client,
+    begin: &str,
+    sql: &str,
+    params: &[(&(dyn ToSql + Sync), Type)],
+) -> Result<Vec<Row>, tokio_postgres::Error> {
     // Written in this order at the first poll; a statement that fails makes the commit a rollback.
     let (begun, rows, committed) = join3(
         connection.batch_execute(begin),
-        run(connection, query, params),
+        connection.query_typed(sql, params),
         connection.batch_execute("COMMIT"),
     )
     .await;
@@ -256,6 +277,14 @@ impl ClientBuilder {
         self
     }
 
+    /// Whether consumers do the [maintenance](crate::Maintenance) of the installation beside their work, one of all processes at a time. Default: yes. If
+    /// not, or where the client's role does not own the schema's tables, see to it that others do, or `sqlstreams maintain`: what is due stays undone meanwhile, but for partitions, which producers and consumers of this
+    /// crate make themselves when they find too few.
+    pub fn maintenance(mut self, maintenance: bool) -> Self {
+        self.maintenance = maintenance;
+        self
+    }
+
     /// Whether [`connect`](Self::connect) installs or upgrades the schema. Default: yes. If not, it refuses a schema that is not of
     /// this version, or has not its functions.
     pub fn migrate(mut self, migrate: bool) -> Self {
@@ -277,6 +306,17 @@ impl ClientBuilder {
             migrate::check(&connection, &client.inner.schema).await?;
         }
         Ok(client)
+    }
+
+    /// Connects for [`Doctor`](crate::Doctor), which also looks at a schema that is missing or of another version. Installs nothing.
+    ///
+    /// # Errors
+    /// As [`Client::connect`], but for what the doctor finds.
+    pub async fn doctor(self) -> Result<Doctor> {
+        let client = self.open()?;
+        // Whether there is a database at all.
+        client.connection("look at the schema").await?;
+        Ok(client.doctor())
     }
 
     /// Connects, installs or upgrades the schema whatever [`migrate`](Self::migrate) says, and tells what that changed.
@@ -319,6 +359,9 @@ impl ClientBuilder {
                 connector,
                 watcher: Watcher::new(self.listener),
                 bell: Bell::default(),
+                detaching: Detaching::default(),
+                duty: Duty::new(self.maintenance),
+                schedules: schedule::Bound::default(),
                 suspects: Arc::new(Semaphore::new(1)),
                 #[cfg(test)]
                 faults: crate::supervision::Faults::default(),

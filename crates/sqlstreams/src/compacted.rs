@@ -103,7 +103,7 @@ impl<T, C> Stream<T, C> {
     /// its beginning; 24 hours are good.
     ///
     /// Any number may call it at any time, with producers and consumers running: it goes through the log in transactions of
-    /// 10,000 messages. Nothing in the crate calls it by itself.
+    /// 10,000 messages. [Maintenance](crate::Maintenance) does it by itself, with these ages.
     ///
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) when the stream is not [compacted](crate::StreamBuilder::compacted) or an

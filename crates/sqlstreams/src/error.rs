@@ -35,16 +35,22 @@ pub enum ErrorKind {
     UnknownStream,
     /// The stream has no consumer group of that name.
     UnknownGroup,
+    /// No schedule has that name.
+    UnknownSchedule,
     /// A stream of that name exists already.
     StreamExists,
     /// The stream has a consumer group of that name already.
     GroupExists,
+    /// A schedule of that name exists already.
+    ScheduleExists,
     /// The group's mode was changed.
     WrongMode,
     /// The current value of a key is another than expected; see [`Error::latest_id`].
     Conflict,
     /// The group has messages that are handed out or wait for another attempt.
     GroupBusy,
+    /// A message cannot be imported under its own id: the stream has another one there, or has come beyond it.
+    ImportConflict,
     /// A name is empty, longer than 200 bytes or holds a NUL.
     InvalidName,
     /// Some other argument is out of its range.
@@ -79,11 +85,14 @@ impl ErrorKind {
             Self::SchemaMismatch => "schema_mismatch",
             Self::UnknownStream => "unknown_stream",
             Self::UnknownGroup => "unknown_group",
+            Self::UnknownSchedule => "unknown_schedule",
             Self::StreamExists => "stream_exists",
             Self::GroupExists => "group_exists",
+            Self::ScheduleExists => "schedule_exists",
             Self::WrongMode => "wrong_mode",
             Self::Conflict => "conflict",
             Self::GroupBusy => "group_busy",
+            Self::ImportConflict => "import_conflict",
             Self::InvalidName => "invalid_name",
             Self::InvalidArgument => "invalid_argument",
             Self::InvalidMessage => "invalid_message",
@@ -177,6 +186,12 @@ impl Error {
         db.detail()?.parse().ok()
     }
 
+    /// What PostgreSQL said in addition, for programs.
+    pub(crate) fn detail(&self) -> Option<&str> {
+        let source = self.0.source.as_ref()?.downcast_ref::<tokio_postgres::Error>()?;
+        source.as_db_error()?.detail()
+    }
+
     /// Whether the same call may succeed later without any change: the connection broke, or the server was busy.
     pub fn is_retryable(&self) -> bool {
         match self.0.kind {
@@ -265,6 +280,9 @@ impl Error {
             "SQ015" => ErrorKind::Conflict,
             "SQ014" => ErrorKind::GroupBusy,
             "SQ020" => ErrorKind::InvalidBinding,
+            "SQ030" => ErrorKind::UnknownSchedule,
+            "SQ031" => ErrorKind::ScheduleExists,
+            "SQ040" | "SQ041" => ErrorKind::ImportConflict,
             "25006" => ErrorKind::ReadOnly,
             "42501" => ErrorKind::PermissionDenied,
             // A table or function of ours is not there.

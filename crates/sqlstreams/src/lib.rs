@@ -81,8 +81,11 @@ mod connect;
 mod consume;
 mod dead;
 mod delayed;
+mod doctor;
 mod error;
 mod group;
+mod import;
+mod maintain;
 mod message;
 mod migrate;
 mod name;
@@ -92,8 +95,11 @@ mod payload;
 mod pool;
 mod produce;
 mod queries;
+mod read;
 mod reason;
 mod reclaim;
+mod retention;
+mod schedule;
 mod schema;
 mod stream;
 #[cfg(test)]
@@ -110,8 +116,14 @@ pub use consume::{
 };
 pub use dead::Exception;
 pub use delayed::Delayed;
+pub use doctor::{Doctor, Finding, Severity};
 pub use error::{Error, ErrorKind, Result};
-pub use group::{Group, GroupBuilder, GroupStatus, Mode, RetryPolicy, Start};
+pub use group::{
+    Group, GroupBuilder, GroupStatus, Mode, Replay, ReplayStatus, Replaying, RetryPolicy, Seek,
+    Sought, Start,
+};
+pub use import::{Import, Imported};
+pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
 };
@@ -122,7 +134,13 @@ pub use payload::{Bytes, Codec, Json, Lenient, MAX_PAYLOAD_BYTES, PayloadType, T
 pub use produce::{
     Duplicate, Executor, InvalidMessage, Producer, Receipt, SendBuilder, SendInBuilder,
 };
+pub use read::{LogPage, Record};
 pub use reclaim::{Left, Reclaimed};
+pub use retention::{HoldReason, Retained, Retention, RetentionHold};
+pub use schedule::{
+    Fired, Missed, RunKind, Schedule, ScheduleBuilder, ScheduleInfo, ScheduleRun, ScheduleState,
+    Timetable,
+};
 pub use stream::{Stream, StreamBuilder, StreamInfo};
 pub use tokio_util::sync::CancellationToken;
 
@@ -145,4 +163,16 @@ mod pages {
     struct Compaction;
     #[doc = include_str!("../../../docs/fairness.md")]
     struct Fairness;
+    #[doc = include_str!("../../../docs/retention.md")]
+    struct Retention;
+    #[doc = include_str!("../../../docs/maintenance.md")]
+    struct Maintenance;
+    #[doc = include_str!("../../../docs/schedules.md")]
+    struct Schedules;
+    #[doc = include_str!("../../../docs/replay.md")]
+    struct Replay;
+    #[doc = include_str!("../../../docs/export.md")]
+    struct Export;
+    #[doc = include_str!("../../../docs/backup.md")]
+    struct Backup;
 }

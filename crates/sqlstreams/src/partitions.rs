@@ -1,4 +1,4 @@
-//! Partitions of the log, made ahead by whoever works with the stream.
+//! Partitions of the log that are missing, made by whoever notices. As a rule maintenance (maintain/) has made them before.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -6,11 +6,11 @@ use std::sync::atomic::Ordering;
 use crate::error::Result;
 use crate::stream::StreamInner;
 
-/// So many partitions there are beyond the one that is written to.
+/// So many partitions there are beyond those that a batch needs.
 const AHEAD: i64 = 3;
 
-/// Twice per partition, beside the work: makes the partitions that will be needed soon. `id` is one that was just produced
-/// or read. Failures are logged: a producer that runs out of partitions makes them itself.
+/// Twice per partition, beside the work: makes the partitions that will be needed soon, should nobody do the maintenance. `id` is
+/// one that was just produced or read. Failures are logged: a producer that runs out of partitions makes them itself.
 pub(crate) fn look_after(stream: &Arc<StreamInner>, id: i64) {
     let due = stream.next_upkeep.load(Ordering::Relaxed);
     let next = id.saturating_add((stream.partition_size / 2).max(1));
@@ -31,13 +31,14 @@ pub(crate) fn look_after(stream: &Arc<StreamInner>, id: i64) {
     });
 }
 
-/// Makes the partitions for so many messages, and those ahead.
-pub(crate) async fn ensure(stream: &StreamInner, messages: usize) -> Result<()> {
+/// Makes the partitions for so many messages, and those ahead; for none, those that the pace of the stream asks for. Returns how many: none where others
+/// have made them, or something keeps everybody from it at present.
+pub(crate) async fn ensure(stream: &StreamInner, messages: usize) -> Result<u32> {
     let client = &stream.client;
     let needed = i64::try_from(messages).unwrap_or(i64::MAX) / stream.partition_size;
     let ahead = i32::try_from(needed.saturating_add(AHEAD)).unwrap_or(i32::MAX);
-    client
-        .query(&client.inner.queries.ensure_partitions, &[&stream.id, &ahead], "make partitions")
-        .await?;
-    Ok(())
+    let ahead = (messages > 0).then_some(ahead);
+    let ensure = &client.inner.queries.ensure_partitions;
+    let made = client.query_one(ensure, &[&stream.id, &ahead], "make partitions").await?;
+    Ok(u32::try_from(made.get::<_, i32>(0)).unwrap_or_default())
 }

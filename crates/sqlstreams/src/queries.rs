@@ -45,6 +45,10 @@ queries! {
         advance_lanes: [INT8, INT8, UUID, INT8, UUID_ARRAY, TEXT_ARRAY, BOOL_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, UUID_ARRAY, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, FLOAT8_ARRAY, INT8, BOOL, UUID, INT8, INT8, UUID, INT8, INT8, UUID_ARRAY],
         release_lanes: [INT8, INT8, UUID],
         set_mode: [INT8, INT8, TEXT],
+        seek: [INT8, INT8, TEXT, INT8, TIMESTAMPTZ, TEXT, TEXT, BOOL],
+        replay: [INT8, INT8, INT8, INT8, TIMESTAMPTZ, TIMESTAMPTZ, TEXT, BOOL],
+        list_replays: [INT8, INT8],
+        cancel_replay: [INT8, INT8, INT8],
         extend: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY, INT8],
         release: [INT8, INT8, INT8_ARRAY, UUID_ARRAY, TEXT_ARRAY],
         release_claim: [INT8, INT8, UUID],
@@ -67,8 +71,21 @@ queries! {
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
         ensure_partitions: [INT8, INT4],
-        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8, BOOL],
-        alter_stream: [INT8, BOOL, FLOAT8],
+        create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8, BOOL, FLOAT8, INT8, INT8, BOOL, BOOL, FLOAT8],
+        alter_stream: [INT8, BOOL, FLOAT8, FLOAT8, INT8, INT8, BOOL, BOOL, FLOAT8],
+        retire_partitions: [INT8, INT4],
+        skip_to_first: [INT8],
+        leaving_partitions: [INT8, INT4],
+        archive_referenced: [INT8, INT8],
+        leaf_is_locked: [TEXT],
+        detach_session: [],
+        detach_is_stuck: [TEXT],
+        finalize_detach: [INT8, INT8],
+        empty_leaf: [INT8, INT8],
+        drop_leaf: [INT8, INT8],
+        retention_ended: [INT8, BOOL, BOOL, BOOL, BOOL],
+        tidy_archive: [INT8, INT8],
+        expire_dead_letters: [INT8, TIMESTAMPTZ, INT8],
         compact: [INT8, INT8, FLOAT8, FLOAT8],
         reclaimable: [INT8],
         partition_size: [TEXT],
@@ -97,15 +114,47 @@ queries! {
         list_exceptions: [TEXT, TEXT, TEXT, INT8, INT8],
         redrive: [INT8, INT8, INT8_ARRAY, INT8],
         discard: [INT8, INT8, INT8_ARRAY, INT8],
+        maintenance_look: [UUID, TEXT, FLOAT8, INT8],
+        hold_maintenance: [UUID, TEXT, FLOAT8],
+        release_maintenance: [UUID],
+        record_step: [TEXT, INT8, FLOAT8, TEXT, FLOAT8, TEXT],
+        step_memory: [TEXT, INT8],
+        maintain_partitions: [INT8],
+        seal_partitions: [INT8],
+        next_expiry_of_keys: [INT8, TIMESTAMPTZ],
+        maintenance_holder: [],
+        maintain_groups: [INT8, INT8],
+        note_consumers: [INT8_ARRAY],
+        expire_groups_after: [INT8, FLOAT8],
+        maintenance_steps: [],
+        maintenance_failures: [INT8],
+        server_time: [],
+        create_schedule: [TEXT, TEXT, TEXT, TEXT, TIMESTAMPTZ, TEXT, TEXT, FLOAT8, INT8, TEXT, TEXT, TEXT, FLOAT8, BOOL, TIMESTAMPTZ, TIMESTAMPTZ],
+        alter_schedule: [TEXT, TEXT, TIMESTAMPTZ, TEXT, TEXT, FLOAT8, INT8, TEXT, TEXT, TEXT, TEXT, FLOAT8, BOOL, TIMESTAMPTZ, TIMESTAMPTZ],
+        pause_schedule: [TEXT],
+        resume_schedule: [TEXT, TIMESTAMPTZ, TIMESTAMPTZ],
+        drop_schedule: [TEXT],
+        run_schedule: [TEXT],
+        list_schedules: [TEXT, TEXT, INT8],
+        list_schedule_runs: [TEXT, INT8, INT8],
+        due_schedules: [TIMESTAMPTZ, INT8],
+        fire_schedule: [INT8, INT8, TIMESTAMPTZ_ARRAY, INT4, INT8, TIMESTAMPTZ, TIMESTAMPTZ, TIMESTAMPTZ],
+        fail_schedule: [INT8, INT8, TEXT],
+        import_upto: [INT8, TEXT],
+        move_cursor: [INT8, INT8, INT8, INT8],
+        doctor: [TEXT],
+        doctor_repair: [TEXT, TEXT],
     }
 }
 
 queries! {
     /// Those that name a stream's tables or depend on its payload type.
     StreamQueries {
-        // The payloads' type is added by hand where these two are sent.
+        // The payloads' type is added by hand where these three are sent.
         insert: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY],
         produce: [TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, TIMESTAMPTZ_ARRAY, FLOAT8_ARRAY, INT8_ARRAY],
+        import_messages: [INT8, BOOL, TEXT, INT8_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TEXT_ARRAY, TIMESTAMPTZ_ARRAY, TIMESTAMPTZ_ARRAY],
+        read_log: [INT8, INT8, INT8, INT8, INT8],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8, INT8],
@@ -158,7 +207,9 @@ mod tests {
             let of_stream = StreamQueries::new(&schema, stream.id(), payload_type);
             for (name, query) in Queries::new(&schema).all().into_iter().chain(of_stream.all()) {
                 let types = match name {
-                    "insert" | "produce" => [query.types, &[payload_type.array_type()]].concat(),
+                    "insert" | "produce" | "import_messages" => {
+                        [query.types, &[payload_type.array_type()]].concat()
+                    }
                     _ => query.types.to_vec(),
                 };
                 let prepared = connection.prepare_typed(&query.sql, &types).await;

@@ -2,6 +2,9 @@
 
 use std::time::Duration;
 
+use tokio_postgres::Row;
+
+use crate::client::Client;
 use crate::error::{Error, Result};
 use crate::stream::Stream;
 
@@ -49,15 +52,12 @@ impl<T, C> Stream<T, C> {
     /// Dropped, it ends after the partition that it is at. A partition whose VACUUM is interrupted is as it was.
     pub async fn reclaim(&self) -> Result<Vec<Reclaimed>> {
         let client = &self.inner.client;
-        let queries = &client.inner.queries;
-        let rows =
-            client.query(&queries.reclaimable, &[&self.inner.id], "look at the partitions").await?;
-        let mut done = Vec::with_capacity(rows.len());
-        for row in rows {
-            let partition: String = row.get(0);
-            let before = row.get(1);
-            let (after, left) = match row.get(2) {
-                true => self.rewrite(&partition, before).await?,
+        let mut done = Vec::new();
+        for Candidate { partition, bytes: before, permitted } in
+            candidates(client, self.inner.id).await?
+        {
+            let (after, left) = match permitted {
+                true => rewrite(client, &partition, before).await?,
                 false => (before, Some(Left::NotPermitted)),
             };
             let bytes = |bytes: i64| u64::try_from(bytes).unwrap_or_default();
@@ -66,28 +66,48 @@ impl<T, C> Stream<T, C> {
         }
         Ok(done)
     }
+}
 
-    async fn rewrite(&self, partition: &str, before: i64) -> Result<(i64, Option<Left>)> {
-        let client = &self.inner.client;
-        let doing = "give the space of a partition back";
-        let file = async || {
-            let look = &client.inner.queries.partition_size;
-            let row = client.query_one(look, &[&partition], doing).await?;
-            Ok::<(i64, i64), Error>((row.get(0), row.get(1)))
-        };
-        let old = file().await?.1;
-        for _ in 0..TRIES {
-            // By itself: no transaction can. A partition that is locked is skipped, with a warning that nobody reads: the file tells.
-            let connection = client.connection(doing).await?;
-            let vacuum = format!("VACUUM (FULL, SKIP_LOCKED) {partition}");
-            let answer = connection.batch_execute(&vacuum).await;
-            client.keep(connection, answer.map_err(|e| Error::from_driver(e, doing)))?;
-            let (after, new) = file().await?;
-            if new != old {
-                return Ok((after, None));
-            }
-            tokio::time::sleep(PAUSE).await;
+/// A partition of which at least half the space is free.
+pub(crate) struct Candidate {
+    pub(crate) partition: String,
+    pub(crate) bytes: i64,
+    /// We may give it back.
+    pub(crate) permitted: bool,
+}
+
+pub(crate) async fn candidates(client: &Client, stream: i64) -> Result<Vec<Candidate>> {
+    let query = &client.inner.queries.reclaimable;
+    let rows = client.query(query, &[&stream], "look at the partitions").await?;
+    let candidate =
+        |row: &Row| Candidate { partition: row.get(0), bytes: row.get(1), permitted: row.get(2) };
+    Ok(rows.iter().map(candidate).collect())
+}
+
+/// Writes a partition anew. Returns what it takes then, and why it was left as it is, if it was.
+pub(crate) async fn rewrite(
+    client: &Client,
+    partition: &str,
+    before: i64,
+) -> Result<(i64, Option<Left>)> {
+    let doing = "give the space of a partition back";
+    let file = async || {
+        let look = &client.inner.queries.partition_size;
+        let row = client.query_one(look, &[&partition], doing).await?;
+        Ok::<(i64, i64), Error>((row.get(0), row.get(1)))
+    };
+    let old = file().await?.1;
+    for _ in 0..TRIES {
+        // By itself: no transaction can. A partition that is locked is skipped, with a warning that nobody reads: the file tells.
+        let connection = client.connection(doing).await?;
+        let vacuum = format!("VACUUM (FULL, SKIP_LOCKED) {partition}");
+        let answer = connection.batch_execute(&vacuum).await;
+        client.keep(connection, answer.map_err(|e| Error::from_driver(e, doing)))?;
+        let (after, new) = file().await?;
+        if new != old {
+            return Ok((after, None));
         }
-        Ok((before, Some(Left::Busy)))
+        tokio::time::sleep(PAUSE).await;
     }
+    Ok((before, Some(Left::Busy)))
 }

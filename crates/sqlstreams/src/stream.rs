@@ -15,6 +15,7 @@ use crate::name::{check_name, shorten};
 use crate::payload::{Codec, Json, Payload, PayloadType};
 use crate::produce::{Keys, Producer};
 use crate::queries::StreamQueries;
+use crate::retention::{Retention, RetentionHold};
 use crate::wake::Bell;
 
 /// A stream of messages of type `T`, written and read by codec `C`.
@@ -86,6 +87,7 @@ pub struct StreamBuilder<T, C = Json> {
     notify: bool,
     idempotency_window: Option<Duration>,
     compacted: Option<bool>,
+    retention: Retention,
     types: PhantomData<fn() -> (T, C)>,
 }
 
@@ -113,6 +115,14 @@ pub struct StreamInfo {
     pub idempotency_window: Duration,
     /// Whether only the newest message of each key is kept for good; see [`StreamBuilder::compacted`].
     pub compacted: bool,
+    /// How long its messages are kept.
+    pub retention: Retention,
+    /// The lowest id that is kept: the log begins here, or soon will.
+    pub first_id: i64,
+    /// What keeps messages that are to go from going.
+    pub hold: Option<RetentionHold>,
+    /// How long groups live that nobody consumes; see [`Stream::set_group_expiry`].
+    pub group_expiry: Option<Duration>,
 }
 
 impl<T, C> StreamBuilder<T, C> {
@@ -125,6 +135,7 @@ impl<T, C> StreamBuilder<T, C> {
             notify: false,
             idempotency_window: None,
             compacted: None,
+            retention: Retention::forever(),
             types,
         }
     }
@@ -139,6 +150,7 @@ impl<T, C> StreamBuilder<T, C> {
             notify: self.notify,
             idempotency_window: self.idempotency_window,
             compacted: self.compacted,
+            retention: self.retention,
             types: PhantomData,
         }
     }
@@ -176,6 +188,12 @@ impl<T, C> StreamBuilder<T, C> {
         self
     }
 
+    /// How long a new stream keeps its messages. Default: for ever. [`Stream::set_retention`] changes it later.
+    pub fn retention(mut self, retention: Retention) -> Self {
+        self.retention = retention;
+        self
+    }
+
     /// Ids per partition of a new stream's log, 1,000 to 1,000,000,000. Default: 1,000,000.
     pub fn partition_size(mut self, ids: i64) -> Self {
         self.partition_size = ids;
@@ -197,13 +215,20 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
         let create = &self.client.inner.queries.create_stream;
         let window = self.idempotency_window.map(seconds);
         let compacted = self.compacted.unwrap_or_default();
-        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 6] = [
+        let kept = self.retention.params();
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 12] = [
             &self.name,
             &payload_type.as_str(),
             &self.partition_size,
             &self.notify,
             &window,
             &compacted,
+            &kept.age,
+            &kept.bytes,
+            &kept.count,
+            &kept.resolved,
+            &kept.drop_unread,
+            &kept.dead,
         ];
         let id = self.client.query_one(create, &params, "create the stream").await?.get(0);
         let partition_size = self.partition_size;
@@ -221,6 +246,7 @@ impl<T, C: Codec<T>> StreamBuilder<T, C> {
                 let again = Self {
                     client: self.client.clone(),
                     name: self.name.clone(),
+                    retention: self.retention.clone(),
                     types: PhantomData,
                     ..self
                 };
@@ -376,7 +402,7 @@ impl<T, C> Stream<T, C> {
     /// # Errors
     /// The database's: it waits up to 3 s for transactions that write to the stream.
     pub async fn set_notify(&self, notify: bool) -> Result<()> {
-        self.alter(Some(notify), None).await
+        self.alter(Some(notify), None, None).await
     }
 
     /// How long the stream remembers the idempotency keys of its messages; see [`StreamBuilder::idempotency_window`]. Keys that
@@ -385,14 +411,55 @@ impl<T, C> Stream<T, C> {
     /// # Errors
     /// [`InvalidArgument`](ErrorKind::InvalidArgument) for one out of range, or the database's.
     pub async fn set_idempotency_window(&self, window: Duration) -> Result<()> {
-        self.alter(None, Some(window)).await
+        self.alter(None, Some(window), None).await
     }
 
-    async fn alter(&self, notify: Option<bool>, window: Option<Duration>) -> Result<()> {
+    /// How long groups of the stream live that nobody consumes, 1 hour to 10 years; `None`, the default: for ever. Then [maintenance](crate::Maintenance) drops them, with
+    /// their dead letters. At three quarters of the time their status says so ([`GroupStatus::expires_at`](crate::GroupStatus::expires_at)), and table `audit`.
+    ///
+    /// Claims and settlements are signs of life, and so is a consumer of this crate that runs for a few seconds, whether there is anything to consume or not. Paused groups do not
+    /// expire. No group is dropped sooner than so long after this call.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a time out of range, or the database's.
+    pub async fn set_group_expiry(&self, after: Option<Duration>) -> Result<()> {
+        let client = &self.inner.client;
+        let query = &client.inner.queries.expire_groups_after;
+        let after = after.map(seconds);
+        client.query(query, &[&self.inner.id, &after], "change the stream").await?;
+        Ok(())
+    }
+
+    /// How long the stream keeps its messages, from now on; it replaces what was set before. What is gone does not come back.
+    ///
+    /// # Errors
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a setting out of range, or the database's.
+    pub async fn set_retention(&self, retention: &Retention) -> Result<()> {
+        self.alter(None, None, Some(retention)).await
+    }
+
+    async fn alter(
+        &self,
+        notify: Option<bool>,
+        window: Option<Duration>,
+        retention: Option<&Retention>,
+    ) -> Result<()> {
         let client = &self.inner.client;
         let alter = &client.inner.queries.alter_stream;
         let window = window.map(seconds);
-        client.query(alter, &[&self.inner.id, &notify, &window], "change the stream").await?;
+        let kept = retention.map(Retention::params).unwrap_or_default();
+        let params: [&(dyn tokio_postgres::types::ToSql + Sync); 9] = [
+            &self.inner.id,
+            &notify,
+            &window,
+            &kept.age,
+            &kept.bytes,
+            &kept.count,
+            &kept.resolved,
+            &kept.drop_unread,
+            &kept.dead,
+        ];
+        client.query(alter, &params, "change the stream").await?;
         Ok(())
     }
 
@@ -471,6 +538,12 @@ impl StreamInfo {
             notify: row.get(7),
             idempotency_window: Duration::try_from_secs_f64(row.get(8)).unwrap_or_default(),
             compacted: row.get(9),
+            retention: Retention::from_row(row, 10),
+            first_id: row.get(16),
+            hold: RetentionHold::from_row(row, 17)?,
+            group_expiry: row
+                .get::<_, Option<f64>>(22)
+                .and_then(|after| Duration::try_from_secs_f64(after).ok()),
         })
     }
 }

@@ -6,12 +6,14 @@
 mod chaos;
 mod delay;
 mod fair;
+mod growth;
 mod keys;
 mod latency;
 mod ordered;
 mod place;
 mod routing;
 mod server;
+mod soak;
 mod transactional;
 
 use std::process::ExitCode;
@@ -41,6 +43,10 @@ pub(crate) enum BenchCommand {
     Keys(keys::KeysArgs),
     /// What delayed messages cost, and how late they come
     Delay(delay::DelayArgs),
+    /// What the size of a log costs
+    Growth(growth::GrowthArgs),
+    /// Partitions that are made and go all the time, for as long as you like
+    Soak(soak::SoakArgs),
     /// Kill and freeze consumers, and count what was lost or done twice
     Chaos(chaos::ChaosArgs),
     /// A consumer of `bench chaos`, which starts it
@@ -57,6 +63,8 @@ pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Res
         BenchCommand::Routing(args) => routing::run(args, context).await,
         BenchCommand::Keys(args) => keys::run(args, context).await,
         BenchCommand::Delay(args) => delay::run(args, context).await,
+        BenchCommand::Growth(args) => growth::run(args, context).await,
+        BenchCommand::Soak(args) => soak::run(args, context).await,
         BenchCommand::Chaos(args) => chaos::run(args, context).await,
         BenchCommand::ChaosWorker(args) => chaos::run_worker(args, context).await,
     }

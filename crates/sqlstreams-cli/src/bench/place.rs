@@ -1,7 +1,7 @@
 //! Where a benchmark runs: a database, a stream of its own, and names for tables of its own.
 
 use anyhow::Context as _;
-use sqlstreams::{Client, Codec, Dsn, Json, Stream};
+use sqlstreams::{Client, Codec, Dsn, ErrorKind, Json, Stream, StreamBuilder};
 
 use super::server::Server;
 use crate::context::{Context, Database};
@@ -19,6 +19,26 @@ pub(crate) struct Place<T> {
     /// The database. Holds a password: not for printing.
     pub(crate) url: String,
     pub(crate) server: Server,
+    pub(crate) client: Client,
+    /// The names of the other streams that it asked for.
+    others: Vec<String>,
+}
+
+impl<T: Send + Sync + 'static> Place<T>
+where
+    Json: Codec<T>,
+{
+    /// Another stream, new and empty, which goes with the first.
+    pub(crate) async fn another_stream(
+        &mut self,
+        suffix: &str,
+        with: impl FnOnce(StreamBuilder<T>) -> StreamBuilder<T>,
+    ) -> sqlstreams::Result<Stream<T>> {
+        let name = format!("{}_{suffix}", self.stream.name());
+        // Before it is there: whatever happens, it is looked for.
+        self.others.push(name.clone());
+        with(self.client.stream(name)).create().await
+    }
 }
 
 /// Names of tables that go with a stream.
@@ -93,7 +113,7 @@ where
     // From here to the guarded part nothing waits for signals, so that a stream which was made is dropped.
     let stream = own_stream::create::<T>(&client, prefix).await?;
     let names = Tables::of(context.schema(), stream.name());
-    let mut place = Place { stream: stream.clone(), tables: names.clone(), db, url, server };
+    let mut place = Place { stream, tables: names, db, url, server, client, others: Vec::new() };
     let done = signals.stop.run_until_cancelled(work(&mut place)).await;
     if done.is_none() {
         context.say("Interrupted, cleaning up");
@@ -120,6 +140,13 @@ where
         db.batch_execute(&sql)
             .await
             .with_context(|| format!("could not drop the table {table}"))?;
+    }
+    for name in place.others {
+        match place.client.stream::<T>(name).open().await {
+            Ok(stream) => own_stream::drop(stream).await?,
+            Err(error) if error.kind() == ErrorKind::UnknownStream => {}
+            Err(error) => return Err(error.into()),
+        }
     }
     own_stream::drop(place.stream).await?;
     Ok(())

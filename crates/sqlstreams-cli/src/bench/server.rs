@@ -37,6 +37,13 @@ impl Server {
     }
 }
 
+impl Server {
+    /// Whether it was started for this run.
+    pub(crate) fn is_throw_away(&self) -> bool {
+        self.throw_away
+    }
+}
+
 impl fmt::Display for Server {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { version, fsync, synchronous_commit, .. } = self;

@@ -3,11 +3,14 @@
 pub(crate) mod consume;
 pub(crate) mod dead;
 pub(crate) mod delayed;
+pub(crate) mod doctor;
 pub(crate) mod down;
 pub(crate) mod group;
+pub(crate) mod maintain;
 pub(crate) mod message;
 pub(crate) mod migrate;
 pub(crate) mod produce;
+pub(crate) mod schedule;
 pub(crate) mod stream;
 pub(crate) mod up;
 
@@ -28,13 +31,16 @@ pub(crate) async fn run(command: Command, context: &Context) -> anyhow::Result<E
         Command::Up(args) => up::run(args, context).await?,
         Command::Down(args) => down::run(args, context).await?,
         Command::Migrate(args) => migrate::run(args, context).await?,
-        Command::Stream(command) => stream::run(command, context).await?,
+        Command::Stream(command) => return stream::run(command, context).await,
         Command::Produce(args) => return produce::run(args, context).await,
         Command::Consume(args) => return consume::run(args, context).await,
         Command::Group(command) => group::run(command, context).await?,
         Command::Dead(command) => dead::run(command, context).await?,
         Command::Delayed(command) => delayed::run(command, context).await?,
         Command::Message(command) => message::run(command, context).await?,
+        Command::Maintain(args) => maintain::run(args, context).await?,
+        Command::Schedule(command) => schedule::run(command, context).await?,
+        Command::Doctor(args) => return doctor::run(args, context).await,
         Command::Bench(command) => return bench::run(command, context).await,
     }
     Ok(ExitCode::SUCCESS)

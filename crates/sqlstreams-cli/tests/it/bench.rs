@@ -127,6 +127,41 @@ fn delay_says_how_late_messages_come() {
 }
 
 #[test]
+fn growth_compares_a_large_log_with_a_small_one() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "growth", "--messages", "20000", "--small", "4000"]);
+    let places = facts["places"].as_array().unwrap();
+    let names: Vec<&str> = places.iter().map(|place| place["place"].as_str().unwrap()).collect();
+    assert_eq!(names, ["beginning", "middle", "head"]);
+    assert_eq!(facts["consumed"], 2_000);
+    for place in places {
+        let number = |name: &str| place[name].as_f64().unwrap();
+        assert!(
+            (number("cost") - number("large_ms") / number("small_ms")).abs() < 1e-9,
+            "{facts:#}"
+        );
+    }
+    let met = places.iter().all(|place| place["cost"].as_f64() <= facts["target"].as_f64());
+    assert_eq!(facts["target_met"], met);
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn soak_counts_what_went_and_loses_nothing() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "soak", "--for", "10s", "--rate", "1000"]);
+    assert!(facts["produced"].as_u64().unwrap() > 1_000, "{facts:#}");
+    for group in facts["groups"].as_array().unwrap() {
+        assert_eq!(group["lost"], 0, "{facts:#}");
+        assert!(group["handled"].as_u64().unwrap() > 100, "{facts:#}");
+    }
+    assert_eq!(facts["ok"], true, "{facts:#}");
+    assert!(facts["partitions_made"].as_i64().unwrap() > 1, "{facts:#}");
+    assert!(facts["sizes"].as_array().unwrap().len() >= 2, "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
 fn chaos_loses_nothing_and_leaves_nothing() {
     let bench = Bench::new();
     let facts = bench.json(&["bench", "chaos", "--for", "2s", "--rate", "100", "--seed", "7"]);
@@ -167,7 +202,7 @@ fn chaos_tells_order_from_disorder() {
 
 #[test]
 fn interrupted_they_leave_nothing() {
-    for args in [["bench", "latency"], ["bench", "chaos"]] {
+    for args in [["bench", "latency"], ["bench", "soak"], ["bench", "growth"], ["bench", "chaos"]] {
         let bench = Bench::new();
         let mut child = bench.start(&args);
         eventually("it has begun", || bench.sql(LEFT) != "0");

@@ -16,5 +16,5 @@ fn the_shell_examples_of_the_pages_work() {
         .unwrap();
     let text = String::from_utf8_lossy(&ran.stderr);
     assert!(ran.status.success(), "{text}");
-    assert!(String::from_utf8_lossy(&ran.stdout).lines().count() >= 6, "{ran:?}");
+    assert!(String::from_utf8_lossy(&ran.stdout).lines().count() >= 7, "{ran:?}");
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 48] = [
+const COMMANDS: [&[&str]; 71] = [
     &[],
     &["demo"],
     &["up"],
@@ -14,6 +14,9 @@ const COMMANDS: [&[&str]; 48] = [
     &["stream", "show"],
     &["stream", "alter"],
     &["stream", "compact"],
+    &["stream", "retain"],
+    &["stream", "export"],
+    &["stream", "import"],
     &["stream", "drop"],
     &["produce"],
     &["consume"],
@@ -30,6 +33,10 @@ const COMMANDS: [&[&str]; 48] = [
     &["group", "bindings", "test"],
     &["group", "pause"],
     &["group", "resume"],
+    &["group", "seek"],
+    &["group", "replay"],
+    &["group", "replay", "list"],
+    &["group", "replay", "cancel"],
     &["group", "drop"],
     &["dead", "list"],
     &["dead", "show"],
@@ -42,6 +49,20 @@ const COMMANDS: [&[&str]; 48] = [
     &["message", "latest"],
     &["message", "current"],
     &["message", "remove"],
+    &["maintain"],
+    &["maintain", "status"],
+    &["schedule"],
+    &["schedule", "create"],
+    &["schedule", "list"],
+    &["schedule", "show"],
+    &["schedule", "alter"],
+    &["schedule", "next"],
+    &["schedule", "run"],
+    &["schedule", "pause"],
+    &["schedule", "resume"],
+    &["schedule", "history"],
+    &["schedule", "drop"],
+    &["doctor"],
     &["bench"],
     &["bench", "latency"],
     &["bench", "transactional"],
@@ -50,6 +71,8 @@ const COMMANDS: [&[&str]; 48] = [
     &["bench", "routing"],
     &["bench", "keys"],
     &["bench", "delay"],
+    &["bench", "growth"],
+    &["bench", "soak"],
     &["bench", "chaos"],
 ];
 
@@ -62,7 +85,13 @@ fn every_command_has_help() {
         assert!(text.contains("Usage: sqlstreams"), "{text}");
         let is_leaf = !matches!(
             command,
-            [] | ["demo"] | ["stream"] | ["group"] | ["delayed"] | ["message"] | ["bench"]
+            [] | ["demo"]
+                | ["stream"]
+                | ["group"]
+                | ["delayed"]
+                | ["message"]
+                | ["schedule"]
+                | ["bench"]
         );
         assert!(!is_leaf || text.contains("Examples:"), "{command:?} has no examples");
     }
@@ -113,10 +142,16 @@ fn values_may_begin_with_a_minus() {
         (&["consume", "s", "-g", "g", "--timeout", "-1s"], "longer than nothing"),
         (&["consume", "s", "-g", "g", "--max-attempts", "-1"], "not in 1.."),
         (&["group", "create", "s", "g", "--backoff-cap", "-1s"], "longer than nothing"),
+        (&["group", "seek", "s", "g", "-1"], "ids begin at 1"),
+        (&["group", "replay", "s", "g", "--upto", "-1"], "ids begin at 1"),
         (&["group", "create", "s", "g", "--max-in-flight", "-1"], "-1 is not in"),
         (&["stream", "create", "s", "--idempotency-window", "-1d"], "longer than nothing"),
         (&["stream", "compact", "s", "--min-age", "-1s"], "longer than nothing"),
+        (&["stream", "alter", "s", "--retain-for", "-1s"], "longer than nothing"),
+        (&["stream", "create", "s", "--retain-bytes", "-1"], "whole number"),
         (&["dead", "list", "s", "-g", "g", "--after", "-1"], "not in 0.."),
+        (&["stream", "export", "s", "--from", "-1"], "ids begin at 1"),
+        (&["stream", "import", "s", "--after", "-1"], "not in 0.."),
         (&["dead", "list", "s", "-g", "g", "--limit", "-1"], "not in 1.."),
         (&["dead", "redrive", "s", "-g", "g", "-1"], "not in 1.."),
         (&["delayed", "list", "s", "--after", "-1"], "write a time and an id"),

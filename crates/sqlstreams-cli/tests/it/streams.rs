@@ -1,5 +1,7 @@
 //! Streams, groups, and the schema.
 
+use serde_json::Value;
+
 use crate::support::{Bench, run};
 
 #[test]
@@ -96,4 +98,103 @@ fn schemas_are_apart() {
     let names = bench.json(&["stream", "list", "--schema", "weird \"schema\"; --"]);
     assert_eq!(names[0]["name"], "elsewhere");
     assert_eq!(bench.json(&["stream", "list"])[0]["name"], "orders");
+}
+
+#[test]
+fn how_long_messages_are_kept_is_set_shown_and_done() {
+    let bench = Bench::new();
+    let created = bench.ok(&[
+        "stream",
+        "create",
+        "clicks",
+        "--partition-size",
+        "1000",
+        "--retain-for",
+        "7d",
+        "--retain-bytes",
+        "50GB",
+    ]);
+    assert_eq!(created, "created stream \"clicks\" for json\n");
+    let shown = bench.ok(&["stream", "show", "clicks"]);
+    assert!(shown.contains("kept       7d, 50,000,000,000 bytes, from id 1 on\n"), "{shown}");
+    let few = bench
+        .run(&[
+            "stream",
+            "alter",
+            "clicks",
+            "--retain-bytes",
+            "none",
+            "--retain-count",
+            "10",
+            "--retain-dead-for",
+            "90d",
+        ])
+        .assert_ok();
+    assert_eq!(few.text(), "stream \"clicks\" keeps messages: 7d, 10 ids; dead letters 90d\n");
+    assert!(few.stderr.contains("up to 1,010 are kept"), "{}", few.stderr);
+    let altered = bench.json(&[
+        "stream",
+        "alter",
+        "clicks",
+        "--drop-unread",
+        "on",
+        "--retain-until-resolved",
+        "on",
+        "--retain-for",
+        "none",
+    ]);
+    let kept = &altered["retention"];
+    assert_eq!((&kept["retain_for_seconds"], &kept["retain_count"]), (&Value::Null, &10.into()));
+    assert_eq!(
+        (&kept["drop_unread"], &kept["retain_until_resolved"]),
+        (&true.into(), &true.into())
+    );
+    assert_eq!(altered["first_id"], 1);
+    assert!(
+        bench
+            .ok(&["stream", "list"])
+            .contains("10 ids, until resolved, unread or not; dead letters 90d")
+    );
+    for wrong in [
+        ["--retain-for", "7"],
+        ["--retain-bytes", "10XB"],
+        ["--retain-count", "0"],
+        ["--drop-unread", "yes"],
+        ["--retain-for", "500ms"],
+    ] {
+        bench.run(&["stream", "alter", "clicks", wrong[0], wrong[1]]).assert_code(2);
+    }
+
+    // A group that has read nothing holds them, until unread ones go, too.
+    bench.ok(&[
+        "stream",
+        "alter",
+        "clicks",
+        "--drop-unread",
+        "off",
+        "--retain-until-resolved",
+        "off",
+    ]);
+    bench.sql("INSERT INTO sqlstreams.message_log_1 (payload) SELECT to_json(n) FROM generate_series(1, 2500) AS n");
+    bench.ok(&["group", "create", "clicks", "slow"]);
+    bench.sql("SELECT sqlstreams.seal_partitions(1); SELECT pg_sleep(0.1); SELECT sqlstreams.seal_partitions(1)");
+    bench.sql("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '1 day'");
+    let held = bench.run(&["stream", "retain", "clicks"]).assert_ok();
+    assert!(held.text().starts_with("0 partitions and 0 dead letters"), "{}", held.text());
+    assert!(
+        held.stderr.contains("by group slow, which has resolved up to id 0"),
+        "{}",
+        held.stderr
+    );
+    let hold = &bench.json(&["stream", "show", "clicks"])["retention"]["hold"];
+    assert_eq!((&hold["reason"], &hold["group"]), (&"group".into(), &"slow".into()));
+    assert!(bench.ok(&["stream", "show", "clicks"]).contains("held up    since"));
+    assert!(bench.ok(&["stream", "list"]).contains("dead letters 90d *"));
+    bench.ok(&["stream", "alter", "clicks", "--drop-unread", "on"]);
+    let done = bench.json(&["stream", "retain", "clicks"]);
+    assert_eq!(
+        (&done["partitions"], &done["first_id"], &done["hold"]),
+        (&2.into(), &2_000.into(), &Value::Null)
+    );
+    assert_eq!(bench.json(&["group", "show", "clicks", "slow"])["dropped"], 1_999);
 }

@@ -103,6 +103,33 @@ impl Bench {
     pub(crate) fn sql(&self, statements: &str) -> String {
         sql(&self.url, statements).unwrap_or_default()
     }
+
+    /// Runs SQL and keeps the connection, and with it the transaction, open.
+    pub(crate) fn start_sql(&self, statements: &str) -> Session {
+        let mut runtime = tokio::runtime::Builder::new_multi_thread();
+        let runtime = runtime.worker_threads(1).enable_all().build().unwrap();
+        let client = runtime.block_on(async {
+            let (client, connection) =
+                tokio_postgres::connect(&self.url, tokio_postgres::NoTls).await.unwrap();
+            tokio::spawn(connection);
+            client.batch_execute(statements).await.unwrap();
+            client
+        });
+        Session { client, runtime }
+    }
+}
+
+/// A connection with a transaction that is open.
+pub(crate) struct Session {
+    client: tokio_postgres::Client,
+    runtime: tokio::runtime::Runtime,
+}
+
+impl Session {
+    /// Commits.
+    pub(crate) fn end(&self) {
+        self.runtime.block_on(self.client.batch_execute("COMMIT")).unwrap();
+    }
 }
 
 impl Ran {

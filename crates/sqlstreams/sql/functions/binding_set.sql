@@ -8,7 +8,8 @@
 -- The versions are the history, too: the last hundred are kept, and what an open lease may need.
 
 -- The condition on messages with p_lower <= id < p_upper, to be put into a query on the log, which it names; NULL: all are for the group.
-CREATE OR REPLACE FUNCTION binding_condition(p_group bigint, p_lower bigint, p_upper bigint) RETURNS text
+-- p_replay: they are of a lease that was made for a replay, of ids that it has found to be wanted.
+CREATE OR REPLACE FUNCTION binding_condition(p_group bigint, p_lower bigint, p_upper bigint, p_replay bigint DEFAULT NULL) RETURNS text
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
     g         record;
@@ -18,7 +19,7 @@ BEGIN
     IF NOT g.bound THEN
         RETURN NULL;
     END IF;
-    condition := bound_condition(p_group, p_lower, p_upper);
+    condition := CASE WHEN p_replay IS NULL THEN bound_condition(p_group, p_lower, p_upper) END;
     IF g.newest_only THEN
         condition := concat_ws(' AND ', '(' || condition || ')', format('NOT (%s)', superseded(g.stream_id, 'message_log_' || g.stream_id, p_lower)));
     END IF;
@@ -66,7 +67,7 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT greatest(p_limit, least(coalesce(p_width, 10
 -- back: to the log if it came from there (p_fresh), else as a lease that anybody can take over.
 --
 -- pending: NULL where nothing was kept. looked_at: how many ids this is about.
-CREATE OR REPLACE FUNCTION keep_matching(p_stream bigint, g consumer_group, p_seq bigint, p_fresh boolean, p_limit bigint, p_lanes bigint,
+CREATE OR REPLACE FUNCTION keep_matching(p_stream bigint, g consumer_group, p_seq bigint, p_fresh boolean, p_limit bigint, p_lanes bigint, p_replay bigint,
     INOUT c group_cursor, INOUT pending int8multirange, OUT looked_at bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -77,7 +78,7 @@ DECLARE
     hits   int;
 BEGIN
     EXECUTE format('SELECT array_agg(id) FROM (SELECT id FROM %I WHERE id >= $1 AND id < $2 AND $3 @> id%s AND (%s) ORDER BY id LIMIT $4) AS x',
-                   'message_log_' || p_stream, in_lanes(p_lanes), coalesce(binding_condition(g.id, lower(pending), upper(pending)), 'true'))
+                   'message_log_' || p_stream, in_lanes(p_lanes), coalesce(binding_condition(g.id, lower(pending), upper(pending), p_replay), 'true'))
         INTO ids USING lower(pending), upper(pending), pending, most;
     IF cardinality(ids) = most THEN
         rest := pending * int8multirange(int8range(ids[most] + 1, NULL));
@@ -93,12 +94,12 @@ BEGIN
             -- The lease that it was cut off from may be there still: else each claim would leave a piece behind. With a new token: whoever
             -- had that lease must not settle what is added.
             EXECUTE format('UPDATE %1$I SET pending = pending + $3, token = gen_random_uuid() WHERE group_id = $1 AND seq = (
-                                SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 AND lanes IS NOT DISTINCT FROM $5 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
-                USING g.id, c.first_open, rest, clock_timestamp(), p_lanes;
+                                SELECT seq FROM %1$I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $4 AND pending -|- $3 AND lanes IS NOT DISTINCT FROM $5 AND replay IS NOT DISTINCT FROM $6 ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED)', leases)
+                USING g.id, c.first_open, rest, clock_timestamp(), p_lanes, p_replay;
             GET DIAGNOSTICS hits = ROW_COUNT;
             IF hits = 0 THEN
-                EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, pending, expires_at, reclaims)
-                                SELECT group_id, $3, gen_random_uuid(), lanes, $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
+                EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, replay, pending, expires_at, reclaims)
+                                SELECT group_id, $3, gen_random_uuid(), lanes, replay, $4, ''-infinity'', reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', leases)
                     USING g.id, p_seq, c.next_seq, rest;
                 c.next_seq := c.next_seq + 1;
             END IF;

@@ -1,8 +1,52 @@
 -- Claiming: the next piece of work of a group, under the cursor's lock.
 
 -- Moves c.claimed over the next ids that are final and returns what lay between, at most p_limit ids; NULL when there is
--- nothing to claim yet.
-CREATE OR REPLACE FUNCTION next_range(p_stream bigint, p_limit bigint, INOUT c group_cursor, OUT range int8range)
+-- nothing to claim yet. Up to c.reread_to it leaves those out that have exception rows: each id is in one place.
+CREATE OR REPLACE FUNCTION next_range(p_stream bigint, p_group bigint, p_limit bigint, INOUT c group_cursor, OUT range int8multirange)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    r record;
+BEGIN
+    FOR turn IN 1..100 LOOP
+        SELECT * INTO r FROM next_ids(p_stream, p_limit, c);
+        c := r.c;
+        range := int8multirange(r.range);
+        EXIT WHEN r.range IS NULL OR c.reread_to IS NULL OR lower(r.range) > c.reread_to;
+        SELECT f.ids, f.upto INTO range, c.claimed FROM free_ids(p_stream, p_group, range) AS f;
+        EXIT WHEN NOT isempty(range);
+        range := NULL;
+    END LOOP;
+END $$;
+
+-- Of a range of ids the first that have no exception row, in at most 64 pieces; upto: as far as was looked.
+CREATE OR REPLACE FUNCTION free_ids(p_stream bigint, p_group bigint, p_range int8multirange, OUT ids int8multirange, OUT upto bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    rows record;
+BEGIN
+    EXECUTE format('SELECT coalesce(range_agg(int8range(message_id, message_id, ''[]'')), ''{}'') AS ids, count(*) AS count, max(message_id) AS last
+                    FROM (SELECT message_id FROM %I WHERE group_id = $1 AND message_id >= $2 AND message_id < $3 ORDER BY message_id LIMIT 10000) AS e', 'exception_queue_' || p_stream)
+        INTO rows USING p_group, lower(p_range), upper(p_range);
+    upto := CASE WHEN rows.count < 10000 THEN upper(p_range) - 1 ELSE rows.last END;
+    SELECT f.ids, f.upto INTO ids, upto FROM first_pieces(p_range * int8multirange(int8range(NULL, upto, '[]')) - rows.ids, upto) AS f;
+END $$;
+
+-- The first 64 pieces of a set of ids, so that a lease stays a small row; upto: where they end, or p_upto if they are all.
+CREATE OR REPLACE FUNCTION first_pieces(p_ids int8multirange, p_upto bigint, OUT ids int8multirange, OUT upto bigint)
+LANGUAGE plpgsql IMMUTABLE AS $$
+DECLARE
+    beyond bigint := (SELECT lower(r) FROM unnest(p_ids) AS r ORDER BY r OFFSET 64 LIMIT 1);
+BEGIN
+    ids := p_ids;
+    upto := p_upto;
+    IF beyond IS NOT NULL THEN
+        ids := p_ids * int8multirange(int8range(NULL, beyond, '()'));
+        upto := upper(ids) - 1;
+    END IF;
+END $$;
+
+-- The ids themselves.
+CREATE OR REPLACE FUNCTION next_ids(p_stream bigint, p_limit bigint, INOUT c group_cursor, OUT range int8range)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     log      text := 'message_log_' || p_stream;
@@ -56,7 +100,7 @@ END $$;
 
 -- Takes over a lease that ran out or was released, or its first p_limit ids, under a new token. Poison ranges that it
 -- meets become suspects on the way. NULL when there is none. In a fair group only what is for the lanes in w.
-CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, w lane_wish, INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint)
+CREATE OR REPLACE FUNCTION take_over(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, w lane_wish, INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint, OUT replay bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     leases   text := 'consumer_lease_' || p_stream;
@@ -68,7 +112,7 @@ DECLARE
     rest     int8multirange;
 BEGIN
     LOOP
-        EXECUTE format('SELECT seq, pending, expires_at, reclaims, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 AND coalesce(lanes, -1) & $4 <> 0
+        EXECUTE format('SELECT seq, pending, expires_at, reclaims, lanes, replay FROM %I WHERE group_id = $1 AND seq >= $2 AND expires_at <= $3 AND coalesce(lanes, -1) & $4 <> 0
                         ORDER BY seq LIMIT 1 FOR UPDATE SKIP LOCKED', leases)
             INTO l USING g.id, c.first_open, started, coalesce(w.lanes, -1);
         IF l.seq IS NULL THEN
@@ -78,7 +122,7 @@ BEGIN
             l.pending := l.pending - take_done(p_stream, g.id, l.pending, l.lanes);
         END IF;
         EXIT WHEN NOT isempty(l.pending) AND (l.expires_at = '-infinity' OR l.reclaims < g.max_reclaims);
-        PERFORM make_suspects(p_stream, g, l.pending, l.lanes);
+        PERFORM make_suspects(p_stream, g, l.pending, l.lanes, l.replay);
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq = $2', leases) USING g.id, l.seq;
     END LOOP;
 
@@ -89,6 +133,7 @@ BEGIN
         room := lane_width(l.lanes, w, p_limit);
     END IF;
     lanes := l.lanes;
+    replay := l.replay;
     pending := '{}';
     FOR part IN SELECT r FROM unnest(l.pending) AS r ORDER BY r LOOP
         EXIT WHEN room <= 0;
@@ -106,28 +151,28 @@ BEGIN
             USING g.id, l.seq, rest, l.lanes;
     END IF;
     -- A lease that was handed back is not a lost one.
-    EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims, lanes) VALUES ($1, $2, $3, $7, $4, $5, $6, $8)', leases)
+    EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, reclaims, lanes, replay) VALUES ($1, $2, $3, $7, $4, $5, $6, $8, $9)', leases)
         USING g.id, c.next_seq, p_token, pending, started + g.lease_duration,
-              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END, p_owner, l.lanes;
+              l.reclaims + CASE WHEN l.expires_at = '-infinity' THEN 0 ELSE 1 END, p_owner, l.lanes, l.replay;
     c.next_seq := c.next_seq + 1;
 END $$;
 
 -- The messages of a poison range as exception rows that run alone, so that the one that kills its process does so alone.
-CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pending int8multirange, p_lanes bigint) RETURNS void
+CREATE OR REPLACE FUNCTION make_suspects(p_stream bigint, g consumer_group, p_pending int8multirange, p_lanes bigint, p_replay bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format(
         'INSERT INTO %I (group_id, message_id, state, losses, due_at, key, lane, last_error)
          SELECT $1, id, ''ready'', 1, clock_timestamp(), key, CASE WHEN $4 THEN lane_of(key, id) END, ''its lease was lost repeatedly''
          FROM %I WHERE id >= lower($2) AND id < upper($2) AND $2 @> id AND ($3 IS NULL OR ($3 >> lane_of(key, id)) & 1 = 1) AND (%s)',
-        'exception_queue_' || p_stream, 'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(p_pending), upper(p_pending)), 'true'))
+        'exception_queue_' || p_stream, 'message_log_' || p_stream, coalesce(binding_condition(g.id, lower(p_pending), upper(p_pending), p_replay), 'true'))
         USING g.id, p_pending, p_lanes, g.mode <> 'parallel';
 END $$;
 
 -- Claims up to p_limit ids under p_token: a lease that ran out first, else the next ids of the log (fresh). In a fair group for about
 -- p_limit messages of lanes that are in w; unread: see next_in_turn.
 CREATE OR REPLACE FUNCTION claim_range(p_stream bigint, g consumer_group, p_owner bigint, p_token uuid, p_limit bigint, w lane_wish,
-    INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint, OUT fresh boolean, OUT unread bigint)
+    INOUT c group_cursor, OUT pending int8multirange, OUT lanes bigint, OUT replay bigint, OUT fresh boolean, OUT unread bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     r record;
@@ -138,15 +183,15 @@ BEGIN
     FOR turn IN 1..2 LOOP
         IF log_first = (turn = 1) THEN
             IF g.mode = 'fair' THEN
-                SELECT * INTO r FROM next_in_turn(p_stream, w, p_limit, c);
+                SELECT * INTO r FROM next_in_turn(p_stream, g.id, w, p_limit, c);
                 lanes := r.lanes;
                 unread := r.unread;
             ELSE
-                SELECT * INTO r FROM next_range(p_stream, p_limit, c);
+                SELECT * INTO r FROM next_range(p_stream, g.id, p_limit, c);
             END IF;
             c := r.c;
             IF r.range IS NOT NULL THEN
-                pending := int8multirange(r.range);
+                pending := r.range;
                 fresh := true;
                 EXECUTE format('INSERT INTO %I (group_id, seq, token, owner, pending, expires_at, lanes) VALUES ($1, $2, $3, $4, $5, $6, $7)', 'consumer_lease_' || p_stream)
                     USING g.id, c.next_seq, p_token, p_owner, pending, clock_timestamp() + g.lease_duration, lanes;
@@ -160,6 +205,7 @@ BEGIN
             IF r.pending IS NOT NULL THEN
                 pending := r.pending;
                 lanes := r.lanes;
+                replay := r.replay;
                 unread := w.lanes;
                 RETURN;
             END IF;
@@ -204,6 +250,7 @@ DECLARE
     w      lane_wish;
     room   bigint;
     wide   bigint;
+    fed    boolean := false;
 BEGIN
     PERFORM require_read_committed();
     before := lock_cursor(p_stream, p_group);
@@ -235,16 +282,26 @@ BEGIN
         ELSIF g.bound THEN
             wide := claim_width(room, p_width);
         END IF;
+        -- What is replayed and what is fresh take turns by lot.
+        IF c.replays IS NOT NULL AND random() < 0.5 THEN
+            c := feed_replay(p_stream, g, wide, c);
+            fed := true;
+        END IF;
         SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, wide, w, c);
         c := r.c;
+        IF r.pending IS NULL AND c.replays IS NOT NULL AND NOT fed THEN
+            c := feed_replay(p_stream, g, wide, c);
+            SELECT * INTO r FROM claim_range(p_stream, g, p_owner, p_token, wide, w, c);
+            c := r.c;
+        END IF;
         pending := r.pending;
         lanes := r.lanes;
-        unread := r.unread;
+        unread := CASE WHEN g.mode = 'fair' AND c.replays IS NOT NULL THEN -1 ELSE r.unread END;
         seq := c.next_seq - 1;
         IF g.bound OR g.mode = 'fair' THEN
             looked_at := id_count(pending);
             IF pending IS NOT NULL AND (limited OR p_width IS NULL) AND (g.bound OR lanes <> -1 OR looked_at > room) THEN
-                SELECT * INTO r FROM keep_matching(p_stream, g, seq, r.fresh, room, lanes, c, pending);
+                SELECT * INTO r FROM keep_matching(p_stream, g, seq, r.fresh, room, lanes, r.replay, c, pending);
                 c := r.c;
                 pending := r.pending;
                 looked_at := r.looked_at;
@@ -256,6 +313,9 @@ BEGIN
             token := p_token;
             c.paced_until := spend(g, c.paced_until, id_count(pending));
         END IF;
+    END IF;
+    IF c.claimed >= c.reread_to THEN
+        c.reread_to := NULL;
     END IF;
     IF c IS DISTINCT FROM before THEN
         PERFORM save_cursor(p_stream, p_group, c);

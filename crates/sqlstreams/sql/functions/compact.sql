@@ -8,7 +8,7 @@
 --   * Nothing goes that is younger than p_min_age: a producer may still ask what became of its commit (commit.sql).
 -- Messages are deleted from the leaf partition. Through the parent it would look like a writer, and the fence would wait for it.
 
--- Up to here every group has claimed, and nothing is pending in a lease. In one statement, since a claim moves ids from one to the other. Of an ordered
+-- Up to here every group has claimed, nothing is pending in a lease, and nothing is yet to be replayed. In one statement, since a claim moves ids from one to the other. Of an ordered
 -- group claimed is the lowest position of its lanes.
 CREATE OR REPLACE FUNCTION compact_floor(p_stream bigint) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
@@ -20,9 +20,9 @@ BEGIN
         settled := look_at_gap(p_stream, settled);
     END IF;
     EXECUTE format(
-        'SELECT min(least(c.claimed, l.lowest - 1))
+        'SELECT min(least(c.claimed, l.lowest - 1, (SELECT min(r.next_id) - 1 FROM unnest(c.replays) AS r)))
          FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
          CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
          WHERE g.stream_id = $1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
         INTO resolved USING p_stream;
@@ -64,6 +64,8 @@ BEGIN
         RETURN;
     END IF;
     floor := compact_floor(p_stream);
+    -- Partitions that are leaving are retention's.
+    p_after := greatest(p_after, s.first_id - 1);
     EXECUTE format('SELECT id FROM %I WHERE id > $1 AND id <= $2 ORDER BY id LIMIT 1', 'message_log_' || p_stream) INTO first USING p_after, floor;
     IF first IS NULL THEN
         upto := greatest(p_after, floor);
@@ -90,4 +92,21 @@ BEGIN
         USING first, floor, greatest(p_limit, 1), now - greatest(p_min_age, '0'), now - greatest(p_min_age, p_tombstone_age, '0'), p_stream;
     upto := CASE WHEN looked_at < greatest(p_limit, 1) THEN least((first / s.partition_size + 1) * s.partition_size - 1, floor) ELSE last END;
     RETURN NEXT;
+END $$;
+
+-- Maintenance: compaction begins anew when a thousand messages came since it last did, and half as many as it then went through; and once a day where any came. Its memory has
+-- "head", where the log was when it last began, "looked", how many messages it went through, and while it is at it "upto".
+CREATE OR REPLACE FUNCTION compact_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+DECLARE
+    now timestamptz := clock_timestamp();
+BEGIN
+    RETURN QUERY
+    SELECT s.id, interval '0'
+    FROM unnest(p_heads) AS h JOIN stream AS s ON s.id = h.stream_id
+    LEFT JOIN maintenance_step AS m ON m.step = 'compact' AND m.stream_id = s.id
+    CROSS JOIN LATERAL (SELECT h.head - coalesce((m.memory->>'head')::bigint, 0) AS fresh, coalesce((m.memory->>'looked')::bigint, 0) AS looked) AS l
+    WHERE s.compacted AND s.created_at < now - interval '10 minutes'
+      AND (m.memory ? 'upto' OR l.fresh >= greatest(1000, l.looked / 2) OR l.fresh > 0 AND coalesce(m.started_at, '-infinity') < now - interval '1 day');
 END $$;

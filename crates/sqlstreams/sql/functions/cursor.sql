@@ -21,7 +21,7 @@ DECLARE
 BEGIN
     PERFORM require_tables(p_stream);
     LOOP
-        EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until, cohorts, waiters FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE',
+        EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until, cohorts, waiters, reread_to, replays FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE',
                        'consumer_group_cursor_' || p_stream)
             INTO c USING p_group;
         EXIT WHEN c.generation IS NOT NULL;
@@ -35,15 +35,15 @@ CREATE OR REPLACE FUNCTION save_cursor(p_stream bigint, p_group bigint, c group_
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     IF c.updates < 200 THEN
-        EXECUTE format('UPDATE %I SET updates = $3 + 1, claimed = $4, first_open = $5, next_seq = $6, paced_until = $7, cohorts = $8, waiters = $9 WHERE group_id = $1 AND generation = $2',
+        EXECUTE format('UPDATE %I SET updates = $3 + 1, claimed = $4, first_open = $5, next_seq = $6, paced_until = $7, cohorts = $8, waiters = $9, reread_to = $10, replays = $11 WHERE group_id = $1 AND generation = $2',
                        'consumer_group_cursor_' || p_stream)
-            USING p_group, c.generation, c.updates, c.claimed, c.first_open, c.next_seq, c.paced_until, c.cohorts, c.waiters;
+            USING p_group, c.generation, c.updates, c.claimed, c.first_open, c.next_seq, c.paced_until, c.cohorts, c.waiters, c.reread_to, c.replays;
     ELSE
         EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND generation = $2', 'consumer_group_cursor_' || p_stream)
             USING p_group, c.generation;
-        EXECUTE format('INSERT INTO %I (group_id, generation, claimed, first_open, next_seq, paced_until, cohorts, waiters) VALUES ($1, $2 + 1, $3, $4, $5, $6, $7, $8)',
+        EXECUTE format('INSERT INTO %I (group_id, generation, claimed, first_open, next_seq, paced_until, cohorts, waiters, reread_to, replays) VALUES ($1, $2 + 1, $3, $4, $5, $6, $7, $8, $9, $10)',
                        'consumer_group_cursor_' || p_stream)
-            USING p_group, c.generation, c.claimed, c.first_open, c.next_seq, c.paced_until, c.cohorts, c.waiters;
+            USING p_group, c.generation, c.claimed, c.first_open, c.next_seq, c.paced_until, c.cohorts, c.waiters, c.reread_to, c.replays;
     END IF;
 END $$;
 
@@ -54,7 +54,7 @@ DECLARE
     c group_cursor;
 BEGIN
     PERFORM require_tables(p_stream);
-    EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until, cohorts, waiters FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1',
+    EXECUTE format('SELECT generation, updates, claimed, first_open, next_seq, paced_until, cohorts, waiters, reread_to, replays FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1',
                    'consumer_group_cursor_' || p_stream)
         INTO c USING p_group;
     RETURN c;
@@ -87,5 +87,5 @@ BEGIN
              OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''inflight'' AND message_id <= $3)',
         'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
         INTO open USING p_group, c.first_open, p_id;
-    RETURN c.claimed >= p_id AND NOT open;
+    RETURN c.claimed >= p_id AND NOT open AND NOT EXISTS (SELECT FROM unnest(c.replays) AS r WHERE r.next_id <= p_id);
 END $$;

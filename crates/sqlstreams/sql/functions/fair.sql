@@ -38,7 +38,7 @@ LANGUAGE sql IMMUTABLE AS $$
 $$;
 
 -- The next ids of the log, for the lanes whose turn it is. unread: lanes that have more.
-CREATE OR REPLACE FUNCTION next_in_turn(p_stream bigint, w lane_wish, p_limit bigint, INOUT c group_cursor, OUT range int8range, OUT lanes bigint, OUT unread bigint)
+CREATE OR REPLACE FUNCTION next_in_turn(p_stream bigint, p_group bigint, w lane_wish, p_limit bigint, INOUT c group_cursor, OUT range int8multirange, OUT lanes bigint, OUT unread bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     turns  lane_cohort[] := c.cohorts;
@@ -65,9 +65,12 @@ BEGIN
             -- Others have been there. No further than where the next ones stand: with those it goes on then.
             beyond := (SELECT min(y.position) FROM unnest(c.cohorts) AS y WHERE y.position > x.position);
             at.claimed := least(x.position + width, beyond);
-            range := int8range(x.position, at.claimed, '(]');
+            range := int8multirange(int8range(x.position, at.claimed, '(]'));
+            IF x.position < c.reread_to THEN
+                SELECT f.ids, f.upto INTO range, at.claimed FROM free_ids(p_stream, p_group, range) AS f;
+            END IF;
         ELSE
-            SELECT * INTO r FROM next_range(p_stream, width, at);
+            SELECT * INTO r FROM next_range(p_stream, p_group, width, at);
             at := r.c;
             range := r.range;
             IF range IS NULL OR at.claimed - lower(range) + 1 < width THEN
@@ -79,7 +82,8 @@ BEGIN
             c.cohorts := serve_lanes(c.cohorts, lanes, at.claimed);
             c.claimed := lowest_position(c.cohorts);
         END IF;
-        EXIT WHEN range IS NOT NULL;
+        EXIT WHEN NOT isempty(range);
+        range := NULL;
     END LOOP;
     top := (SELECT max(y.position) FROM unnest(c.cohorts) AS y);
     unread := (SELECT coalesce(bit_or(CASE WHEN y.position < top THEN y.lanes WHEN coalesce(head > top, true) THEN y.lanes & ~read ELSE 0 END), 0) FROM unnest(c.cohorts) AS y);
@@ -94,8 +98,8 @@ DECLARE
 BEGIN
     lanes := choose_lanes(there, w, id_count(p_pending) > p_limit);
     IF lanes <> there THEN
-        EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, pending, expires_at, reclaims)
-                        SELECT group_id, $3, gen_random_uuid(), $4, $5, expires_at, reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream)
+        EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, replay, pending, expires_at, reclaims)
+                        SELECT group_id, $3, gen_random_uuid(), $4, replay, $5, expires_at, reclaims FROM %1$I WHERE group_id = $1 AND seq = $2', 'consumer_lease_' || p_stream)
             USING p_group, p_seq, c.next_seq, there & ~lanes, p_pending;
         c.next_seq := c.next_seq + 1;
     END IF;

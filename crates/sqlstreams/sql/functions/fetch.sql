@@ -8,16 +8,16 @@ BEGIN
     RETURN (SELECT pending FROM find_lease(p_stream, p_group, p_token));
 END $$;
 
--- The same and the lanes that it is for.
-CREATE OR REPLACE FUNCTION find_lease(p_stream bigint, p_group bigint, p_token uuid, OUT pending int8multirange, OUT lanes bigint)
+-- The same, the lanes that it is for, and the replay that it is a piece of.
+CREATE OR REPLACE FUNCTION find_lease(p_stream bigint, p_group bigint, p_token uuid, OUT pending int8multirange, OUT lanes bigint, OUT replay bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     PERFORM require_tables(p_stream);
-    EXECUTE format('SELECT pending, lanes FROM (SELECT token, pending, lanes FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
-        INTO pending, lanes USING p_group, p_token;
+    EXECUTE format('SELECT pending, lanes, replay FROM (SELECT token, pending, lanes, replay FROM %I WHERE group_id = $1 ORDER BY seq DESC LIMIT 3) AS x WHERE token = $2', 'consumer_lease_' || p_stream)
+        INTO pending, lanes, replay USING p_group, p_token;
     IF pending IS NULL THEN
-        EXECUTE format('SELECT pending, lanes FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
-            INTO pending, lanes USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
+        EXECUTE format('SELECT pending, lanes, replay FROM %I WHERE group_id = $1 AND seq >= $2 AND token = $3 ORDER BY seq DESC LIMIT 1', 'consumer_lease_' || p_stream)
+            INTO pending, lanes, replay USING p_group, (peek_cursor(p_stream, p_group)).first_open, p_token;
     END IF;
 END $$;
 
@@ -43,15 +43,16 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     pending   int8multirange;
     lanes     bigint;
+    replay    bigint;
     condition text;
     now       timestamptz := clock_timestamp();
 BEGIN
     PERFORM require_read_committed();
-    SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
+    SELECT f.pending, f.lanes, f.replay INTO pending, lanes, replay FROM find_lease(p_stream, p_group, p_token) AS f;
     IF pending IS NULL OR isempty(pending) THEN
         RETURN;
     END IF;
-    condition := binding_condition(p_group, lower(pending), upper(pending));
+    condition := binding_condition(p_group, lower(pending), upper(pending), replay);
     RETURN QUERY EXECUTE format(
         'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END, %s::smallint
          FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload,
@@ -65,8 +66,8 @@ BEGIN
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;
 END $$;
 
--- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Ids for which
--- there is no message are left out. superseded: p_group wants only what is newest, and that is not; it comes without payload and is finished.
+-- Messages of the log by their ids, in order, about p_bytes of payload (but at least one); "more" and expired ones as above. Those whose partition has
+-- left are looked up in the archive (archive.sql). Ids for which there is no message are left out. superseded: p_group wants only what is newest, and that is not; it comes without payload and is finished.
 CREATE OR REPLACE FUNCTION fetch_messages(p_stream bigint, p_ids bigint[], p_bytes bigint, p_type anyelement, p_group bigint DEFAULT NULL)
 RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, more boolean, payload anyelement, remaining interval, superseded boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off SET work_mem = '32MB' AS $$
@@ -83,8 +84,9 @@ BEGIN
          FROM (SELECT m.*, %s AS superseded, lead(m.id) OVER (ORDER BY m.id) IS NOT NULL AS more,
                       sum(coalesce(pg_column_size(m.payload), 0)) OVER (ORDER BY m.id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(m.payload), 0) AS bytes_before
                FROM unnest($1) AS u(id)
-               CROSS JOIN LATERAL (SELECT * FROM %I WHERE id = u.id AND id >= $2 AND id <= $3 LIMIT 1) AS m) AS m
-         WHERE bytes_before < $4 ORDER BY id', CASE WHEN newest THEN superseded(p_stream, 'm', lowest) ELSE 'false' END, 'message_log_' || p_stream)
+               CROSS JOIN LATERAL (SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %I WHERE id = u.id AND id >= $2 AND id <= $3
+                                   UNION ALL SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %I WHERE id = u.id LIMIT 1) AS m) AS m
+         WHERE bytes_before < $4 ORDER BY id', CASE WHEN newest THEN superseded(p_stream, 'm', lowest) ELSE 'false' END, 'message_log_' || p_stream, 'message_archive_' || p_stream)
         USING p_ids, lowest, (SELECT max(i) FROM unnest(p_ids) AS i), p_bytes, now;
 END $$;
 
@@ -94,12 +96,13 @@ LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off 
 DECLARE
     pending int8multirange;
     lanes   bigint;
+    replay  bigint;
     hit     bigint;
 BEGIN
     PERFORM require_read_committed();
-    SELECT f.pending, f.lanes INTO pending, lanes FROM find_lease(p_stream, p_group, p_token) AS f;
+    SELECT f.pending, f.lanes, f.replay INTO pending, lanes, replay FROM find_lease(p_stream, p_group, p_token) AS f;
     EXECUTE format('SELECT id FROM %I WHERE id >= $1 AND id < $2 AND id > $3 AND $4 @> id%s AND (%s) ORDER BY id LIMIT 1', 'message_log_' || p_stream,
-                   in_lanes(lanes), coalesce(binding_condition(p_group, lower(pending), upper(pending)), 'true'))
+                   in_lanes(lanes), coalesce(binding_condition(p_group, lower(pending), upper(pending), replay), 'true'))
         INTO hit USING lower(pending), upper(pending), p_after, pending;
     RETURN hit;
 END $$;

@@ -18,42 +18,7 @@ BEGIN
     RETURN log_head(p_stream);
 END $$;
 
--- The position just before the first message produced at or after p_at, which must not lie in the future: a binary search over the ids.
--- Ids and times are drawn together but by many sessions, so neighbours may be swapped: the last thousand ids before
--- the hit are looked through as well.
-CREATE OR REPLACE FUNCTION position_at(p_stream bigint, p_at timestamptz) RETURNS bigint
-LANGUAGE plpgsql SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
-DECLARE
-    size bigint := (require_stream(p_stream)).partition_size;
-    lo   bigint := 0;                              -- everything at or below is older
-    hi   bigint := log_head(p_stream) + 1;         -- from here on nothing is older
-    mid  bigint;
-    seen record;
-BEGIN
-    -- A few minutes are a client's clock; more is a mistake, and would pass over what is produced until then.
-    IF p_at > clock_timestamp() + interval '5 minutes' AND p_at < 'infinity' THEN
-        RAISE EXCEPTION 'the time % lies in the future', p_at
-            USING ERRCODE = 'SQ004', HINT = 'Start at the latest message, or at a time that has been.';
-    END IF;
-    WHILE hi - lo > 1 LOOP
-        mid := lo + (hi - lo) / 2;
-        -- Bounded by a partition each: an unbounded look-up would open them all.
-        EXECUTE format('SELECT id, produced_at FROM %I WHERE id >= $1 AND id < $2 AND id < $1 + $3 ORDER BY id LIMIT 1', 'message_log_' || p_stream)
-            INTO seen USING mid, hi, size;
-        IF seen.id IS NULL THEN
-            IF mid + size >= hi THEN hi := mid; ELSE lo := mid + size - 1; END IF;
-        ELSIF seen.produced_at >= p_at THEN
-            hi := mid;
-        ELSE
-            lo := seen.id;
-        END IF;
-    END LOOP;
-    EXECUTE format('SELECT least(min(id) - 1, $1) FROM %I WHERE id > $1 - 1000 AND id <= $1 AND produced_at >= $2', 'message_log_' || p_stream)
-        INTO mid USING lo, p_at;
-    RETURN mid;
-END $$;
-
--- Creates a group that starts after p_after (0: the beginning). Settings not given take the table's defaults. p_bindings: see
+-- Creates a group that starts after p_after (0: the beginning), or with the lowest id that is kept, if that is above it. Settings not given take the table's defaults. p_bindings: see
 -- set_bindings; they hold for the whole log.
 CREATE OR REPLACE FUNCTION create_group(p_stream bigint, p_name text, p_after bigint DEFAULT 0,
     p_lease_duration interval DEFAULT NULL, p_max_attempts int DEFAULT NULL,
@@ -85,7 +50,7 @@ BEGIN
     END IF;
     PERFORM alter_group(p_stream, g, p_lease_duration, p_max_attempts, p_backoff_base, p_backoff_factor, p_backoff_cap,
                         p_max_in_flight, p_rate_limit, p_transactional, p_newest_only);
-    EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, p_after;
+    EXECUTE format('INSERT INTO %I (group_id, generation, claimed) VALUES ($1, 0, $2)', 'consumer_group_cursor_' || p_stream) USING g, greatest(p_after, hold_first_id(p_stream) - 1);
     IF p_bindings IS NOT NULL AND normal_bindings(p_bindings) <> '[]' THEN
         PERFORM add_binding_set(p_stream, g, 0, normal_bindings(p_bindings));
     END IF;

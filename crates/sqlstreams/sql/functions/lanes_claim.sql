@@ -197,11 +197,11 @@ BEGIN
     SELECT min(x.position) INTO beyond FROM unnest(c.cohorts) AS x WHERE x.lanes & p_lanes <> 0 AND x.position > first.position;
     at.claimed := first.position;
     width := greatest(1, coalesce(p_width, p_limit * 64 / lane_count(lanes)));
-    SELECT * INTO r FROM next_range(p_stream, least(width, CASE WHEN p_limited THEN 10000 ELSE 50000 END, beyond - first.position), at);
+    SELECT * INTO r FROM next_range(p_stream, p_group, least(width, CASE WHEN p_limited THEN 10000 ELSE 50000 END, beyond - first.position), at);
     at := r.c;
     reached := least(at.claimed, beyond);
     -- Passing over holes it may have gone beyond.
-    pending := int8multirange(r.range * int8range(NULL, beyond, '[]'));
+    pending := r.range * int8multirange(int8range(NULL, beyond, '[]'));
     IF isempty(pending) THEN
         pending := NULL;
     END IF;
@@ -366,6 +366,9 @@ BEGIN
         ELSIF EXISTS (SELECT FROM unnest(c.waiters) AS w WHERE (w).holder = p_holder) THEN
             c.waiters := ARRAY(SELECT w FROM unnest(c.waiters) AS w WHERE (w).until > now AND (w).holder <> p_holder);
         END IF;
+    END IF;
+    IF c.claimed >= c.reread_to THEN
+        c.reread_to := NULL;
     END IF;
     IF c IS DISTINCT FROM before THEN
         PERFORM save_cursor(p_stream, p_group, c);

@@ -27,7 +27,7 @@ BEGIN
     EXECUTE format('SELECT (SELECT count(*) FROM %I WHERE group_id = $1 AND seq >= $2)
                          + (SELECT count(*) FROM %I WHERE group_id = $1 AND state <> ''dead'')', 'consumer_lease_' || p_stream, exceptions)
         INTO open USING p_group, c.first_open;
-    IF open > 0 THEN
+    IF open > 0 OR c.replays IS NOT NULL THEN
         RAISE EXCEPTION 'group % has messages that are handed out or wait for another attempt', quote_ident(g.name)
             USING ERRCODE = 'SQ014', HINT = 'Ask again when the group has caught up, or stop its consumers first: a paused one keeps what it holds.';
     END IF;
@@ -72,8 +72,17 @@ DECLARE
     rows       int8multirange;
     first      bigint;
     waiting    text[];
+    again      record;
 BEGIN
-    EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 RETURNING pending) SELECT min(lower(pending)) - 1 FROM gone', leases)
+    -- What is replayed is below all that, and goes on by itself.
+    FOR again IN EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 AND replay IS NOT NULL RETURNING replay, pending)
+                                 SELECT replay, range_agg(pending) AS pending FROM gone GROUP BY replay', leases) USING g.id, c.first_open
+    LOOP
+        EXECUTE format('INSERT INTO %I (group_id, seq, token, lanes, replay, pending, expires_at) VALUES ($1, $2, gen_random_uuid(), -1, $3, $4, ''-infinity'')', leases)
+            USING g.id, c.next_seq, again.replay, again.pending;
+        c.next_seq := c.next_seq + 1;
+    END LOOP;
+    EXECUTE format('WITH gone AS (DELETE FROM %I WHERE group_id = $1 AND seq >= $2 AND replay IS NULL RETURNING pending) SELECT min(lower(pending)) - 1 FROM gone', leases)
         INTO lowest USING g.id, c.first_open;
     lowest := least(lowest, lowest_position(c.cohorts));
     EXECUTE format('UPDATE %I SET lane = lane_of(key, message_id), state = CASE WHEN state <> ''inflight'' THEN state WHEN key IS NULL OR $2 = ''fair'' THEN ''ready'' ELSE ''deferred'' END,

@@ -25,8 +25,8 @@ CREATE OR REPLACE FUNCTION move_lease(p_stream bigint, p_group bigint, p_seq big
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     EXECUTE format('WITH moved AS (DELETE FROM %1$I WHERE group_id = $1 AND seq = $2 RETURNING *)
-                    INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, pending, expires_at, reclaims)
-                    SELECT group_id, $3, token, owner, holder, lanes, pending, expires_at, reclaims FROM moved', 'consumer_lease_' || p_stream)
+                    INSERT INTO %1$I (group_id, seq, token, owner, holder, lanes, replay, pending, expires_at, reclaims)
+                    SELECT group_id, $3, token, owner, holder, lanes, replay, pending, expires_at, reclaims FROM moved', 'consumer_lease_' || p_stream)
         USING p_group, p_seq, c.next_seq;
     c.next_seq := c.next_seq + 1;
 END $$;

@@ -18,6 +18,8 @@
 --   * The log is locked before an id is drawn: a writer without the lock would not be seen by the fence.
 --   * Ids are drawn in the order of the batch, rows of keys are written in the order of their hashes: two batches of one
 --     statement each never wait for each other in a circle.
+-- Where the partition is missing that it needs, it makes it, in the same transaction: until that has ended, others who need one wait. Maintenance makes
+-- them ahead, so that this is for a burst that outruns it.
 -- A key that another open transaction has written is waited for: whether it is a duplicate only shows when that ends.
 --
 -- Keys are kept as two hashes of 64 bits. Collisions of keys that nobody made for the purpose do not occur.
@@ -108,6 +110,13 @@ BEGIN
                     VALUES (hashtextextended(marker::text, 0), hashtextextended(marker::text, 1), 0, 0, begun);
                 END IF;
             END IF;
+            SELECT max(u.id) INTO wanted FROM unnest(ids) AS u(id);
+            rounds := 0;
+            -- Each round waits for up to a second, where somebody makes it, or keeps everybody from it.
+            WHILE wanted > 0 AND rounds < 60 AND to_regclass(%11$L || wanted / %12$s) IS NULL LOOP
+                PERFORM %1$I.ensure_partitions(%5$s);
+                rounds := rounds + 1;
+            END LOOP;
             now := clock_timestamp();
             INSERT INTO %1$I.%3$I (id, key, routing_key, headers, produced_at, expires_at, payload) OVERRIDING SYSTEM VALUE
             SELECT u.id, u.key, u.routing_key, u.headers::jsonb, now, u.expires, u.payload
@@ -122,7 +131,8 @@ BEGIN
         END $$
         $text$), current_schema(), 'produce_' || p_stream, 'message_log_' || p_stream, 'message_idempotency_' || p_stream, p_stream, s.payload_type,
         CASE s.payload_type WHEN 'bytea' THEN 'encode(u.payload, ''hex'')' ELSE 'u.payload::text' END, format('%I.%I', current_schema(), 'message_log_' || p_stream || '_id_seq'),
-        'message_delayed_' || p_stream, format('%I.%I', current_schema(), 'message_delayed_' || p_stream || '_id_seq'));
+        'message_delayed_' || p_stream, format('%I.%I', current_schema(), 'message_delayed_' || p_stream || '_id_seq'),
+        format('%I.%I', current_schema(), 'message_log_' || p_stream || '_p'), s.partition_size);
 END $make$;
 
 -- Sends one message, for people and programs that speak SQL: the payload in its text form, whatever the stream stores. Returns the message's id, whether
@@ -144,11 +154,7 @@ BEGIN
         RAISE EXCEPTION 'an idempotency key takes 1 to 1024 bytes, this one has %', octet_length(p_idempotency_key)
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
     END IF;
-    PERFORM require_that(p_payload IS NOT NULL OR s.compacted, format('a message of stream %I has a payload', s.name), 'Only in a compacted stream NULL removes a key.');
-    PERFORM require_that(p_key IS NOT NULL OR NOT s.compacted, format('a message of compacted stream %I has a key', s.name), 'Say which value it is.');
-    PERFORM require_that(coalesce(octet_length(p_key), 0) <= 1024, format('a key takes at most 1024 bytes, this one has %s', octet_length(p_key)), 'Choose a shorter one.');
-    PERFORM require_that(coalesce(octet_length(p_routing_key), 0) <= 255, format('a routing key takes at most 255 bytes, this one has %s', octet_length(p_routing_key)), 'Choose a shorter one.');
-    PERFORM require_that(coalesce(jsonb_typeof(p_headers), 'object') = 'object', format('headers are a JSON object, not %s', jsonb_typeof(p_headers)), 'Write {"name": "value"}.');
+    PERFORM require_message(s, p_payload, p_key, p_routing_key, p_headers);
     PERFORM require_that(p_delay IS NULL OR p_deliver_at IS NULL, 'a message is due after a delay or at a time, not both', 'Give one of p_delay and p_deliver_at.');
     PERFORM require_that(p_expires_in IS NULL OR p_expires_at IS NULL, 'a message expires after a time or at a time, not both', 'Give one of p_expires_in and p_expires_at.');
     PERFORM require_that(coalesce(p_delay, '0') BETWEEN '0' AND '200000 years' AND coalesce(p_expires_in, '0') BETWEEN '0' AND '200000 years',
@@ -187,4 +193,27 @@ BEGIN
         INTO removed, upto USING p_from, oldest, p_limit;
     upto := coalesce(upto, p_from);
     RETURN NEXT;
+END $$;
+
+-- Maintenance: the same, for streams to which nobody sends with keys any more.
+
+-- Only those that have, or had, keys at all.
+CREATE OR REPLACE FUNCTION keys_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    SELECT h.stream_id, interval '0' FROM unnest(p_heads) AS h
+    WHERE pg_relation_size(to_regclass(format('%I.%I', current_schema(), 'message_idempotency_' || h.stream_id))) > 0;
+END $$;
+
+-- How long until the next key of a stream has outlived its window, as of its oldest after p_from: at least a minute, and at most an hour, since the window may be changed.
+CREATE OR REPLACE FUNCTION next_expiry_of_keys(p_stream bigint, p_from timestamptz DEFAULT '-infinity') RETURNS interval
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    s      stream := require_stream(p_stream);
+    oldest timestamptz;
+BEGIN
+    EXECUTE format('SELECT sent_at FROM %I WHERE sent_at >= $1 ORDER BY sent_at LIMIT 1', 'message_idempotency_' || p_stream) INTO oldest USING p_from;
+    RETURN least(greatest(coalesce(oldest, clock_timestamp()) + s.idempotency_window - clock_timestamp(), '1 minute'), '1 hour');
 END $$;

@@ -19,7 +19,10 @@ BEGIN
         SELECT c.oid, c.relname, c.relowner, pg_relation_size(c.oid) / current_setting('block_size')::bigint AS pages
         FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
         WHERE i.inhparent = to_regclass(format('%I', 'message_log_' || p_stream))
+          AND NOT i.inhdetachpending
           AND (substring(c.relname FROM '_p(\d+)$')::bigint + 1) * s.partition_size - 1 <= settled
+          -- Those that are leaving need none.
+          AND (substring(c.relname FROM '_p(\d+)$')::bigint + 1) * s.partition_size - 1 >= s.first_id
         ORDER BY substring(c.relname FROM '_p(\d+)$')::bigint
     LOOP
         bytes := pg_table_size(leaf.oid);
@@ -34,4 +37,14 @@ BEGIN
             OR CASE WHEN current_setting('server_version_num')::int >= 170000 THEN has_table_privilege(leaf.oid, 'MAINTAIN') ELSE false END;
         RETURN NEXT;
     END LOOP;
+END $$;
+
+-- Maintenance: after compaction has removed something, its step says so here.
+CREATE OR REPLACE FUNCTION reclaim_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    SELECT h.stream_id, interval '0'
+    FROM unnest(p_heads) AS h JOIN maintenance_step AS m ON m.step = 'reclaim' AND m.stream_id = h.stream_id AND m.memory ? 'wanted';
 END $$;

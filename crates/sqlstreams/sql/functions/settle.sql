@@ -112,8 +112,8 @@ BEGIN
     IF l.seq IS NULL THEN
         RETURN false;
     END IF;
-    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, pending, expires_at, reclaims)
-                    SELECT group_id, $3, gen_random_uuid(), lanes, pending * $4, ''-infinity'', reclaims FROM %1$I
+    EXECUTE format('INSERT INTO %1$I (group_id, seq, token, lanes, replay, pending, expires_at, reclaims)
+                    SELECT group_id, $3, gen_random_uuid(), lanes, replay, pending * $4, ''-infinity'', reclaims FROM %1$I
                     WHERE group_id = $1 AND seq = $2 AND NOT isempty(pending * $4)', 'consumer_lease_' || p_stream)
         USING p_group, l.seq, c.next_seq, p_part;
     EXECUTE format('WITH kept AS (UPDATE %1$I SET pending = pending - $3 WHERE group_id = $1 AND seq = $2 AND NOT pending <@ $3)

@@ -25,7 +25,7 @@ END $$;
 
 CREATE OR REPLACE FUNCTION list_cursors(p_stream text DEFAULT NULL, p_group text DEFAULT NULL)
 RETURNS TABLE (stream text, consumer_group text, stream_id bigint, group_id bigint, claimed bigint, resolved bigint, head bigint, lag bigint,
-               open_leases bigint, ready bigint, inflight bigint, deferred bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision, mode text, expired bigint, superseded bigint)
+               open_leases bigint, ready bigint, inflight bigint, deferred bigint, dead bigint, paused boolean, max_in_flight int, rate_limit double precision, mode text, expired bigint, superseded bigint, dropped bigint, replaying bigint)
 LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -35,12 +35,14 @@ BEGIN
         -- Per group and newest generation first: anything that looked at the tables as a whole would walk dead rows.
         RETURN QUERY EXECUTE format(
             'SELECT $1, g.name, $2, g.id, c.claimed, least(l.lowest - 1, c.claimed), h.head, greatest(h.head - c.claimed, 0),
-                    l.open, e.ready, e.inflight, e.deferred, e.dead, g.paused, g.max_in_flight, g.rate_limit, g.mode, coalesce(t.expired, 0), coalesce(t.superseded, 0)
+                    l.open, e.ready, e.inflight, e.deferred, e.dead, g.paused, g.max_in_flight, g.rate_limit, g.mode, coalesce(t.expired, 0), coalesce(t.superseded, 0), coalesce(t.dropped, 0),
+                    coalesce((SELECT sum(r.upto_id - r.next_id + 1) FROM unnest(c.replays) AS r), 0)::bigint + l.replaying
              FROM consumer_group AS g
              LEFT JOIN group_tally AS t ON t.group_id = g.id
              CROSS JOIN (SELECT CASE WHEN is_called THEN last_value ELSE 0 END AS head FROM %4$I) AS h
-             CROSS JOIN LATERAL (SELECT claimed, first_open FROM %1$I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
-             CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest, count(*) AS open FROM %2$I WHERE group_id = g.id AND seq >= c.first_open) AS l
+             CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %1$I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+             CROSS JOIN LATERAL (SELECT min(lower(pending)) FILTER (WHERE replay IS NULL) AS lowest, count(*) AS open,
+                                        coalesce(sum(id_count(pending)) FILTER (WHERE replay IS NOT NULL), 0)::bigint AS replaying FROM %2$I WHERE group_id = g.id AND seq >= c.first_open) AS l
              CROSS JOIN LATERAL (SELECT count(*) FILTER (WHERE state = ''ready'') AS ready, count(*) FILTER (WHERE state = ''inflight'') AS inflight, count(*) FILTER (WHERE state = ''deferred'') AS deferred,
                                         count(*) FILTER (WHERE state = ''dead'') AS dead FROM %3$I WHERE group_id = g.id) AS e
              WHERE g.stream_id = $2 AND (g.name = $3 OR $3 IS NULL) ORDER BY g.name',

@@ -1,6 +1,6 @@
 -- Looking for work: what consumers do again and again while there is none. No lock, no write.
 
--- fresh: ids were drawn beyond the cursor. lapsed: a lease ran out. due, suspect: exceptions can run. All false while the
+-- fresh: ids were drawn beyond the cursor, or something is replayed. lapsed: a lease ran out. due, suspect: exceptions can run. All false while the
 -- group is paused. next_due: when the next exception comes due. owners: whose leases and exceptions are running.
 -- p_due_from bounds the look at the exceptions from below; see take_exceptions.
 CREATE OR REPLACE FUNCTION poll(p_stream bigint, p_group bigint, p_due_from timestamptz DEFAULT '-infinity')
@@ -12,7 +12,7 @@ DECLARE
 BEGIN
     paused := (require_group(p_stream, p_group)).paused;
     claimed := c.claimed;
-    fresh := log_head(p_stream) > c.claimed;
+    fresh := log_head(p_stream) > c.claimed OR c.replays IS NOT NULL;
     EXECUTE format('SELECT coalesce(bool_or(expires_at <= $3), false), coalesce(array_agg(DISTINCT owner) FILTER (WHERE owner IS NOT NULL AND expires_at > $3), ''{}'')
                     FROM %I WHERE group_id = $1 AND seq >= $2', 'consumer_lease_' || p_stream)
         INTO lapsed, owners USING p_group, c.first_open, now;

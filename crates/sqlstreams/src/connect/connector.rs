@@ -72,6 +72,22 @@ impl Connector {
         Ok((client, task))
     }
 
+    /// The same with these settings, as `-c name=value`, from the start: they hold whatever the role's and the database's are.
+    pub(crate) async fn connect_with(
+        &self,
+        settings: &str,
+    ) -> Result<(Client, JoinHandle<Option<Error>>), Error> {
+        let mut dsn = (*self.dsn).clone();
+        for host in &mut dsn.hosts {
+            let options = match host.get_options() {
+                Some(options) => format!("{options} {settings}"),
+                None => settings.to_owned(),
+            };
+            host.options(options);
+        }
+        Self { dsn: Arc::new(dsn), tls: self.tls.clone() }.connect().await
+    }
+
     /// Asks the server to cancel what runs on a connection. Nothing says whether that was in time.
     pub(crate) async fn cancel(&self, token: &CancelToken) -> Result<(), Error> {
         token.cancel_query(self.tls.clone()).await

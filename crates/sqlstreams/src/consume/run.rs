@@ -22,6 +22,7 @@ use crate::backoff::Backoff;
 use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::group::{Group, GroupBuilder, Mode};
+use crate::maintain::Duty;
 use crate::payload::Codec;
 use crate::wake::{Watcher, move_overdue};
 
@@ -47,7 +48,10 @@ where
     let stopped = Stopped(health);
     let consuming = client.inner.background.handle().spawn(async move {
         let _stopped = stopped;
-        consume(group, settings, handler, runtime).await
+        let duty = Duty::join(group.client());
+        let consumed = consume(group, settings, handler, runtime).await;
+        duty.end().await;
+        consumed
     });
     consuming.await.unwrap_or_else(|e| {
         Err(Error::new(ErrorKind::Closed, "the consumer's task has panicked").with_source(e))

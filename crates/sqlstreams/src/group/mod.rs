@@ -1,8 +1,10 @@
-//! Consumer groups: creating, finding, describing and dropping them.
+//! Consumer groups: creating, finding, describing, moving and dropping them.
 
 mod builder;
 mod mode;
+mod replay;
 mod retry;
+mod seek;
 mod status;
 
 use tokio_postgres::types::ToSql;
@@ -10,7 +12,9 @@ use tokio_postgres::types::ToSql;
 use self::builder::Settings;
 pub use self::builder::{GroupBuilder, Start};
 pub use self::mode::Mode;
+pub use self::replay::{Replay, ReplayStatus, Replaying};
 pub use self::retry::RetryPolicy;
+pub use self::seek::{Seek, Sought};
 pub use self::status::GroupStatus;
 use crate::consume::ConsumerBuilder;
 use crate::error::{Error, ErrorKind, Result};

@@ -1,6 +1,6 @@
 //! Where groups stand.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use tokio_postgres::Row;
 
@@ -40,6 +40,11 @@ pub struct GroupStatus {
     /// The same of messages that were to be tried again when a newer one of their key had come: see
     /// [`newest_only`](crate::GroupBuilder::newest_only).
     pub superseded: i64,
+    /// How many ids of the stream [retention](crate::Retention::drop_unread) took before the group had claimed them: an upper bound of the messages
+    /// that it never saw.
+    pub dropped: i64,
+    /// How many ids are handed out once more, or still to be: see [`Group::replay`](crate::Group::replay).
+    pub replaying: i64,
     /// Nothing is handed out: see [`Group::pause`](crate::Group::pause).
     pub paused: bool,
     /// See [`GroupBuilder::max_in_flight`](crate::GroupBuilder::max_in_flight); `None`: no limit.
@@ -54,6 +59,8 @@ pub struct GroupStatus {
     pub lease: Duration,
     /// How failures are tried again.
     pub retry: RetryPolicy,
+    /// A warning: nobody has consumed it for long, and it will be dropped then, unless somebody does; see [`Stream::set_group_expiry`].
+    pub expires_at: Option<SystemTime>,
 }
 
 impl<T, C> Stream<T, C> {
@@ -108,6 +115,9 @@ impl GroupStatus {
             newest_only: row.get(20),
             expired: row.get(21),
             superseded: row.get(22),
+            expires_at: row.get(23),
+            dropped: row.get(24),
+            replaying: row.get(25),
         })
     }
 }

@@ -19,14 +19,24 @@ pub(crate) struct Migration {
     pub(crate) functions: &'static str,
 }
 
-pub(crate) const MIGRATIONS: &[Migration] = &[Migration {
-    version: 1,
-    name: "catalog",
-    oldest: 1,
-    catalog: include_str!("../../sql/migrations/0001_catalog.sql"),
-    stream: None,
-    functions: "",
-}];
+pub(crate) const MIGRATIONS: &[Migration] = &[
+    Migration {
+        version: 1,
+        name: "catalog",
+        oldest: 1,
+        catalog: include_str!("../../sql/migrations/0001_catalog.sql"),
+        stream: None,
+        functions: "",
+    },
+    Migration {
+        version: 2,
+        name: "upkeep",
+        oldest: 1,
+        catalog: include_str!("../../sql/migrations/0002_upkeep.sql"),
+        stream: Some(include_str!("../../sql/migrations/0002_upkeep_stream.sql")),
+        functions: include_str!("../../sql/migrations/0002_upkeep_functions.sql"),
+    },
+];
 
 /// In the order of their use: SQL-language functions and views are checked when they are made.
 pub(crate) const FUNCTIONS: &[&str] = &[
@@ -35,6 +45,7 @@ pub(crate) const FUNCTIONS: &[&str] = &[
     include_str!("../../sql/functions/partition.sql"),
     include_str!("../../sql/functions/stream.sql"),
     include_str!("../../sql/functions/group.sql"),
+    include_str!("../../sql/functions/position.sql"),
     include_str!("../../sql/functions/fence.sql"),
     include_str!("../../sql/functions/cursor.sql"),
     include_str!("../../sql/functions/retry.sql"),
@@ -55,6 +66,8 @@ pub(crate) const FUNCTIONS: &[&str] = &[
     include_str!("../../sql/functions/exceptions.sql"),
     include_str!("../../sql/functions/watch.sql"),
     include_str!("../../sql/functions/dead.sql"),
+    include_str!("../../sql/functions/seek.sql"),
+    include_str!("../../sql/functions/replay.sql"),
     include_str!("../../sql/functions/payload.sql"),
     include_str!("../../sql/functions/commit.sql"),
     include_str!("../../sql/functions/views.sql"),
@@ -63,6 +76,15 @@ pub(crate) const FUNCTIONS: &[&str] = &[
     include_str!("../../sql/functions/current.sql"),
     include_str!("../../sql/functions/compact.sql"),
     include_str!("../../sql/functions/reclaim.sql"),
+    include_str!("../../sql/functions/read.sql"),
+    include_str!("../../sql/functions/import.sql"),
+    include_str!("../../sql/functions/export.sql"),
+    include_str!("../../sql/functions/doctor.sql"),
+    include_str!("../../sql/functions/group_expiry.sql"),
+    include_str!("../../sql/functions/schedule.sql"),
+    include_str!("../../sql/functions/retention.sql"),
+    include_str!("../../sql/functions/archive.sql"),
+    include_str!("../../sql/functions/maintain.sql"),
     include_str!("../../sql/functions/generated.sql"),
 ];
 

@@ -92,6 +92,12 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
     Installed::look(client, schema).await?.require_usable(schema)
 }
 
+/// Whether the schema is of a later version than this crate's, so that migrating is of no use.
+pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool> {
+    let found = Installed::look(client, schema).await?;
+    Ok(matches!(found, Installed::Newer(_) | Installed::TooNew(..)))
+}
+
 /// What comes next, or what a transaction did.
 enum Step {
     /// Somebody else was faster: the schema has this version.
@@ -144,6 +150,9 @@ async fn step(client: &mut PgClient, schema: &Schema, streams_of: Option<i32>) -
         tx.query_typed(finish, &[(&at, Type::INT4)]).await.map_err(failed)?;
     } else if let Some(next) = next.first() {
         make_catalog(&tx, next).await?;
+        if let Some(stream) = next.stream {
+            tx.batch_execute(stream).await.map_err(failed)?;
+        }
     }
     if at == version() {
         make_functions(&tx).await?;
@@ -197,9 +206,6 @@ async fn enter(tx: &Transaction<'_>, schema: &Schema) -> Result<()> {
 
 async fn make_catalog(tx: &Transaction<'_>, migration: &Migration) -> Result<()> {
     tx.batch_execute(migration.catalog).await.map_err(failed)?;
-    if let Some(stream) = migration.stream {
-        tx.batch_execute(stream).await.map_err(failed)?;
-    }
     tx.query_typed(
         "INSERT INTO schema_migration (version, oldest, name, checksum) VALUES ($1, $2, $3, $4)",
         &[

@@ -21,6 +21,8 @@ pub(crate) const STATEMENT_BYTES: usize = 8 * 1024 * 1024;
 
 /// So long after a connection first broke new ones are tried.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// So long it is tried to make partitions where something keeps everybody from it.
+const NO_ROOM: Duration = Duration::from_secs(60);
 /// So many transactions of one batch may be lost before the error is reported.
 const MOST_LOST: u32 = 10;
 
@@ -63,14 +65,22 @@ pub(crate) async fn insert_unchecked(
         return Ok(Vec::new());
     }
     let (mut made_room, mut lost) = (0, 0);
-    let mut patience = Patience::new();
+    let mut patience = Patience::new(PATIENCE);
+    let mut no_room = Patience::new(NO_ROOM);
     loop {
         let result = match attempt(stream, chunks(messages)).await {
-            Err(Failure::OutOfPartitions(_)) if made_room < MOST_ROOM => {
-                made_room += 1;
+            Err(Failure::OutOfPartitions(error)) if made_room < MOST_ROOM => {
                 // Others use it up as well: more each time.
-                match make_room(stream, messages.len() << made_room).await {
-                    Ok(()) => continue,
+                match make_room(stream, messages.len() << (made_room + 1)).await {
+                    // Others have made some, or something keeps everybody from it: an ANALYZE of the whole log, say.
+                    Ok(0) => {
+                        no_room.wait(out_of_partitions(error)).await?;
+                        continue;
+                    }
+                    Ok(_) => {
+                        made_room += 1;
+                        continue;
+                    }
                     Err(failure) => Err(failure),
                 }
             }
@@ -92,14 +102,9 @@ pub(crate) async fn insert_unchecked(
             // The database has just answered, however long that took.
             Err(Failure::Lost(_)) => {
                 lost += 1;
-                patience = Patience::new();
+                patience = Patience::new(PATIENCE);
             }
-            Err(Failure::OutOfPartitions(error)) => {
-                let text = "could not produce: others use up the log's partitions as fast as they are made";
-                return Err(Error::new(ErrorKind::Database, text)
-                    .with_hint("Make the stream with a larger partition size.")
-                    .with_source(error));
-            }
+            Err(Failure::OutOfPartitions(error)) => return Err(out_of_partitions(error)),
             Err(Failure::Other(error)) => return Err(error),
         }
     }
@@ -140,25 +145,33 @@ pub(crate) fn at_fault(message: &InvalidMessage, of: usize) -> Error {
     error.at_place(message.place)
 }
 
-async fn make_room(stream: &StreamInner, messages: usize) -> Result<(), Failure> {
+fn out_of_partitions(error: tokio_postgres::Error) -> Error {
+    let text = "could not produce: no partition of the log takes the message, and none could be made in time";
+    Error::new(ErrorKind::Database, text)
+        .with_hint("Look whether somebody has the log locked (`sqlstreams maintain status`); if others use partitions up as fast as they are made, make the stream with a larger partition size.")
+        .with_source(error)
+}
+
+async fn make_room(stream: &StreamInner, messages: usize) -> Result<u32, Failure> {
     let made = within(INSERT_LIMIT, partitions::ensure(stream, messages), "make partitions").await;
     made.and_then(|made| made).map_err(trouble)
 }
 
 /// Bears with trouble for a while, counted from when it began.
 struct Patience {
+    limit: Duration,
     troubled_since: Option<Instant>,
     backoff: Backoff,
 }
 
 impl Patience {
-    fn new() -> Self {
-        Self { troubled_since: None, backoff: Backoff::new(AGAIN) }
+    fn new(limit: Duration) -> Self {
+        Self { limit, troubled_since: None, backoff: Backoff::new(AGAIN) }
     }
 
     /// Returns the error when it has been enough.
     async fn wait(&mut self, error: Error) -> Result<()> {
-        if self.troubled_since.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+        if self.troubled_since.get_or_insert_with(Instant::now).elapsed() > self.limit {
             return Err(error);
         }
         tokio::time::sleep(self.backoff.pause()).await;

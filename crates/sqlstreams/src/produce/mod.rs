@@ -12,6 +12,7 @@ mod send;
 
 pub use self::executor::Executor;
 pub use self::insert::InvalidMessage;
+pub(crate) use self::insert::invalid;
 pub(crate) use self::keys::Keys;
 pub use self::producer::Producer;
 pub use self::receipt::{Duplicate, Receipt};

@@ -22,8 +22,6 @@ const LIMIT: Duration = Duration::from_secs(60);
 const OTHERS_FIRST: std::ops::Range<u64> = 60..180;
 /// The pause after a failure, and where partitions cannot be made.
 const TROUBLE: Duration = Duration::from_secs(1);
-/// Partitions to be made ahead.
-const AHEAD: i32 = 3;
 /// How often messages are looked for without a lower bound.
 const UNBOUNDED: Duration = Duration::from_secs(5);
 /// What was due so long ago has been moved, but for transactions that were open for longer. Those are found by looks without
@@ -296,6 +294,6 @@ async fn move_some(client: &Client, stream: i64, from: (Option<SystemTime>, i64)
 
 async fn make_room(client: &Client, stream: i64) -> Result<()> {
     let ensure = &client.inner.queries.ensure_partitions;
-    let params: [&(dyn ToSql + Sync); 2] = [&stream, &AHEAD];
+    let params: [&(dyn ToSql + Sync); 2] = [&stream, &None::<i32>];
     client.query(ensure, &params, "make partitions").await.map(drop)
 }

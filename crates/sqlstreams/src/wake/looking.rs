@@ -10,6 +10,7 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 
 use super::delayed::Delayed;
+use super::presence::Presence;
 use super::session::{Life, Session};
 use super::watcher::{BUSY, Group, PACE, Seen, TROUBLE, Watcher};
 use crate::backoff::{Backoff, jitter};
@@ -36,6 +37,7 @@ pub(super) struct Looking<'a> {
     missing: HashMap<(i64, i64), Instant>,
     /// When the next look is allowed.
     rested: Instant,
+    presence: Presence,
     trouble: Backoff,
 }
 
@@ -60,6 +62,7 @@ impl<'a> Looking<'a> {
             lost: false,
             missing: HashMap::new(),
             rested: Instant::now(),
+            presence: Presence::new(),
             trouble: Backoff::new(TROUBLE),
         }
     }
@@ -110,6 +113,7 @@ impl<'a> Looking<'a> {
         let now = Instant::now();
         let watched = self.watcher.watched();
         Delayed::move_due(self.client);
+        self.presence.note(self.client, &watched);
         let next = match delayed.is_rung() {
             true => Some(now),
             false => watched.iter().map(|group| group.state().due()).min(),
@@ -241,6 +245,12 @@ impl<'a> Looking<'a> {
         let mut state = group.state();
         let was_paused = state.paused;
         if let Some(look) = look {
+            if full.is_some() {
+                if look.claimed < state.stood {
+                    state.claimed = 0;
+                }
+                state.stood = look.claimed;
+            }
             state.claimed = state.claimed.max(look.claimed);
             state.paused = look.paused.unwrap_or(state.paused);
         }

@@ -12,6 +12,7 @@
 mod bell;
 mod delayed;
 mod looking;
+mod presence;
 mod session;
 mod watcher;
 

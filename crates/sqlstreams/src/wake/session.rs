@@ -45,10 +45,16 @@ const SETTINGS: &[&str] = &[
 pub(crate) struct Rung {
     streams: Mutex<BTreeSet<i64>>,
     pub(crate) news: Notify,
+    /// Somebody has rung for 0, which is no stream: a schedule was made or changed.
+    pub(super) schedules: Arc<Notify>,
 }
 
 impl Rung {
     pub(crate) fn ring(&self, stream: i64) {
+        if stream == 0 {
+            self.schedules.notify_one();
+            return;
+        }
         self.lock().insert(stream);
         self.news.notify_one();
     }

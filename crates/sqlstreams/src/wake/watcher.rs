@@ -105,6 +105,8 @@ pub(super) struct State {
     /// Rings tell of messages: the last full look found no other.
     pub(super) by_ring: bool,
     pub(super) claimed: i64,
+    /// Where the cursor stood at the last full look: if it is below that at the next one, the group was moved back.
+    pub(super) stood: i64,
     pub(super) due_from: DueFrom,
 }
 
@@ -153,6 +155,7 @@ impl Watcher {
                 rang: false,
                 by_ring: false,
                 claimed: 0,
+                stood: 0,
                 due_from: DueFrom { bound: None, unbounded_at: now },
             }),
             news: Notify::new(),
@@ -175,6 +178,11 @@ impl Watcher {
         if self.life.borrow().is_none() && self.groups().running {
             self.rung.ring(stream);
         }
+    }
+
+    /// Told when a schedule was made or changed, as far as that is heard.
+    pub(crate) fn schedules_changed(&self) -> Arc<Notify> {
+        self.rung.schedules.clone()
     }
 
     /// The number of this process, now and whenever it changes.

@@ -73,7 +73,8 @@ async fn tb_063_a_server_that_is_down_for_long_is_asked_now_and_then() {
     tokio::time::sleep(Duration::from_secs(6)).await;
     let tried = proxy.connections() - tried;
     println!("in 6 s without a server: {tried} tries");
-    assert!(tried <= 40, "{tried} tries in 6 s");
+    // The consumer and what it looks for, and the maintenance: each with pauses of a second at most that grow.
+    assert!(tried <= 60, "{tried} tries in 6 s");
     assert!(tried > 0, "it has given up");
     assert!(consumer.health.snapshot().trouble.is_some());
 

@@ -41,7 +41,7 @@ async fn buffers(db: &Db, call: &str) -> f64 {
     sum as f64 / SAMPLES as f64
 }
 
-async fn buffers_once(db: &Db, call: &str) -> i64 {
+pub async fn buffers_once(db: &Db, call: &str) -> i64 {
     let explain = format!(
         "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM sqlstreams.{call}"
     );
@@ -290,4 +290,51 @@ async fn a_lease_of_lanes_that_lives_long_is_not_left_behind() {
     assert_flat("advance_lanes", before[1], after[1]);
     let open = "SELECT count(*) FROM sqlstreams.consumer_lease_1";
     assert_eq!(count(&plain.db, open).await, 1);
+}
+
+/// What is replayed is cut in pieces as cheaply at the end as at the beginning, however many rows lie dead behind; and so is what is read again past dead
+/// letters.
+#[tokio::test(flavor = "multi_thread")]
+async fn replays_and_rereading_read_no_more_than_before() {
+    let url = database().await;
+    let plain = installed(&url).await;
+    let all = 2 * calls() + 10_000;
+    plain.produce(all).await;
+    while let Some(lease) = plain.claim(1_000).await {
+        let dead: Vec<_> = crate::plain::ids_of(&lease.pending)
+            .into_iter()
+            .filter(|id| id % 100 == 0)
+            .map(|id| (id, "dead", None))
+            .collect();
+        assert!(plain.fail(&lease, &dead).await && plain.settle(&lease, "{(,)}").await);
+    }
+    let _holder = pinned(&url, &plain.db).await;
+    let group = plain.group;
+    let advance = format!(
+        "advance(1, {group}, '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', 1)"
+    );
+    let step = format!(
+        "t := gen_random_uuid();
+         PERFORM sqlstreams.advance(1, {group}, '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', '{{}}', 1, t);
+         COMMIT;
+         PERFORM sqlstreams.settle(1, {group}, 0, t, '{{(,)}}');"
+    );
+    let settle = format!(
+        "SELECT sqlstreams.settle(1, {group}, seq, token, '{{(,)}}') FROM (SELECT seq, token FROM {} OFFSET 0) AS l",
+        plain.leases()
+    );
+    for (what, begin) in [
+        ("replay", format!("SELECT sqlstreams.replay(1, {group})")),
+        ("reread", format!("SELECT sqlstreams.seek(1, {group}, 'beginning')")),
+    ] {
+        plain.db.batch_execute(&begin).await.unwrap();
+        repeat(&plain.db, 300, &step).await;
+        let before = buffers(&plain.db, &advance).await;
+        plain.db.batch_execute(&settle).await.unwrap();
+        repeat(&plain.db, calls(), &step).await;
+        let after = buffers(&plain.db, &advance).await;
+        plain.db.batch_execute(&settle).await.unwrap();
+        assert_flat(what, before, after);
+        plain.db.query("SELECT sqlstreams.cancel_replay(1, $1)", &[&group]).await.unwrap();
+    }
 }

@@ -288,3 +288,43 @@ async fn tb_070_every_kind_of_payload_and_nothing_at_all_come_through() {
     let read = stream.read(&[1, 2]).await.unwrap();
     assert_eq!(read.into_iter().map(|m| m.payload).collect::<Vec<_>>(), sent);
 }
+
+/// Timeouts of the database do interrupt a DETACH here, since nothing of a session's own is set; then it is finished.
+#[tokio::test(flavor = "multi_thread")]
+async fn partitions_leave_the_log_through_it() {
+    let scene = crate::retention::scene(crate::retention::hour()).await;
+    let Some(pooler) = Pooler::start(3).await else { return };
+    scene.fill(3_500).await;
+    scene.consume("a").await;
+    scene.a_day_later().await;
+    let name = scene.url.rsplit('/').next().unwrap().split('?').next().unwrap();
+    let settings = format!(
+        "ALTER DATABASE {name} SET statement_timeout = '2s'; ALTER DATABASE {name} SET lock_timeout = '300ms'"
+    );
+    scene.db.batch_execute(&settings).await.unwrap();
+    let pooled = pooler.url(&scene.url);
+    let client = Client::builder(&pooled).maintenance(false).connect().await.unwrap();
+    let stream = client.stream::<u64>("s").open().await.unwrap();
+    let reader = connect(&scene.url).await;
+    reader.batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1").await.unwrap();
+    for _ in 0..3 {
+        assert!(stream.retain().await.unwrap().waiting);
+    }
+    reader.batch_execute("COMMIT").await.unwrap();
+    until("they are gone", Duration::from_secs(30), async || {
+        stream.retain().await.unwrap();
+        scene.partitions().await[0] == 3 && scene.strays().await == 0
+    })
+    .await;
+    // What is the pooler's is as it was.
+    let other = connect(&pooled).await;
+    for _ in 0..10 {
+        let row = other.simple_query("SELECT current_setting('statement_timeout') || ' ' || current_setting('lock_timeout')").await.unwrap();
+        let tokio_postgres::SimpleQueryMessage::Row(row) =
+            row.iter().find(|m| matches!(m, tokio_postgres::SimpleQueryMessage::Row(_))).unwrap()
+        else {
+            panic!()
+        };
+        assert_eq!(row.get(0), Some("2s 300ms"));
+    }
+}

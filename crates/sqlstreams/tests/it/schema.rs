@@ -51,7 +51,7 @@ async fn twenty_may_install_at_once() {
     }
     let db = connect(&url).await;
     for (table, rows) in
-        [("schema_migration", 1), ("stream", 1), ("consumer_group", 1), ("stream_fence", 1)]
+        [("schema_migration", 2), ("stream", 1), ("consumer_group", 1), ("stream_fence", 1)]
     {
         assert_eq!(
             count(&db, &format!("SELECT count(*) FROM sqlstreams.{table}")).await,
@@ -162,6 +162,10 @@ async fn what_is_not_there_is_named_with_what_is() {
         ("create_group(1, 'g', 5)", "SQ004"),
         ("create_group(99, 'g')", "SQ001"),
         ("redrive(1, 99)", "SQ002"),
+        ("seek(99, 1, 'latest')", "SQ001"),
+        ("replay(1, 99)", "SQ002"),
+        ("list_replays(1, 99)", "SQ002"),
+        ("cancel_replay(99, 1)", "SQ001"),
     ] {
         let error = db.batch_execute(&format!("SELECT sqlstreams.{call}")).await.expect_err(call);
         let error = error.as_db_error().unwrap();

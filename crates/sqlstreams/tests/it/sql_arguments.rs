@@ -39,6 +39,12 @@ async fn arguments_that_cannot_be_are_refused_with_a_code_and_a_hint() {
         "current_messages('c', p_limit => 0)",
         "current_messages('c', p_limit => NULL)",
         "count_passed_over(1, 1, -5)",
+        "seek(1, 1)",
+        "seek(1, 1, 'end')",
+        "seek(1, 1, p_id => 99)",
+        "seek(1, 1, 'latest', p_dead => 'drop')",
+        "replay(1, 1, 2, 1)",
+        "replay(1, 1, 1, p_from => now())",
     ];
     for call in calls {
         let sql = format!("SELECT * FROM sqlstreams.{call}");

@@ -6,6 +6,8 @@ mod create;
 mod drop;
 mod list;
 mod pause;
+mod replay;
+mod seek;
 mod settings;
 mod show;
 
@@ -15,7 +17,7 @@ use serde_json::{Value, json};
 use sqlstreams::GroupStatus;
 
 use crate::context::Context;
-use crate::output::{printable, table, thousands};
+use crate::output::{printable, short_time, table, thousands, time};
 
 /// What the columns mean, for the help of those that show them.
 macro_rules! columns {
@@ -47,6 +49,9 @@ pub(crate) enum GroupCommand {
     Pause(pause::PauseArgs),
     /// Hand out messages again
     Resume(pause::PauseArgs),
+    /// Move a group to another place of its stream, forward or back
+    Seek(seek::SeekArgs),
+    Replay(replay::ReplayArgs),
     /// Drop a group with its position and its dead letters
     Drop(drop::DropArgs),
 }
@@ -60,6 +65,8 @@ pub(crate) async fn run(command: GroupCommand, context: &Context) -> anyhow::Res
         GroupCommand::Bindings(args) => bindings::run(args, context).await,
         GroupCommand::Pause(args) => pause::pause(args, context).await,
         GroupCommand::Resume(args) => pause::resume(args, context).await,
+        GroupCommand::Seek(args) => seek::run(args, context).await,
+        GroupCommand::Replay(args) => replay::run(args, context).await,
         GroupCommand::Drop(args) => drop::run(args, context).await,
     }
 }
@@ -79,7 +86,10 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "dead": group.dead,
         "expired": group.expired,
         "superseded": group.superseded,
+        "dropped": group.dropped,
+        "replaying": group.replaying,
         "paused": group.paused,
+        "expires_at": group.expires_at.map(time),
         "max_in_flight": group.max_in_flight,
         "rate_limit": group.rate_limit,
         "mode": group.mode.as_str(),
@@ -95,9 +105,10 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
 /// What holds the group back, in a few words.
 fn limits(group: &GroupStatus) -> String {
     let paused = group.paused.then(|| "paused".to_owned());
+    let expires = group.expires_at.map(|at| format!("expires {}", short_time(at)));
     let in_flight = group.max_in_flight.map(|most| format!("{} in flight", thousands(most)));
     let rate = group.rate_limit.map(|rate| format!("{rate}/s"));
-    [paused, in_flight, rate].into_iter().flatten().collect::<Vec<_>>().join(", ")
+    [paused, in_flight, rate, expires].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {

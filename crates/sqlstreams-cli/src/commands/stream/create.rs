@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use clap::Args;
-use sqlstreams::{Bytes, PayloadType};
+use clap::{ArgGroup, Args};
+use sqlstreams::{Bytes, PayloadType, Retention};
+
+use super::retention::{self, RetentionArgs};
 
 use crate::context::Context;
 use crate::output::{print, print_json};
@@ -16,14 +18,18 @@ Payload types, which a stream keeps for good:
   text   any UTF-8 text
   bytea  any bytes
 
+What is kept for how long, for ever if nothing is said: see `stream alter --help`.
+
 Examples:
   sqlstreams stream create orders
   sqlstreams stream create audit --notify
   sqlstreams stream create prices --compacted
+  sqlstreams stream create clicks --retain-for 7d --retain-bytes 50GB
   sqlstreams stream create 'web logs' --payload-type text --partition-size 5000000";
 
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
+#[command(group = ArgGroup::new("setting").multiple(true))]
 pub(crate) struct CreateArgs {
     /// The name: any text of 1 to 200 bytes
     name: String,
@@ -42,6 +48,8 @@ pub(crate) struct CreateArgs {
     /// Keep only the newest message of each key for good: see `message --help` and `stream compact`
     #[arg(long)]
     compacted: bool,
+    #[command(flatten)]
+    retention: RetentionArgs,
 }
 
 pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<()> {
@@ -55,10 +63,16 @@ pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<(
         .notify(args.notify)
         .idempotency_window(args.idempotency_window)
         .compacted(args.compacted)
+        .retention(args.retention.change(&Retention::forever()).unwrap_or_default())
         .create()
         .await?;
     if context.json() {
         return print_json(&super::to_json(&stream.info().await?));
+    }
+    if args.retention.is_given()
+        && let Some(advice) = retention::advice(&stream.info().await?)
+    {
+        context.say(&advice);
     }
     print(format_args!("created stream {:?} for {}", stream.name(), stream.payload_type()))
 }

@@ -8,7 +8,8 @@ use crate::context::Context;
 use crate::output::{counted, print, print_json, thousands};
 
 const AFTER_HELP: &str = "\
-Waits for transactions that use the stream; consumers that run end with an error.
+Its schedules go with it. Waits for transactions that use the stream; consumers that run end with an
+error.
 
 Examples:
   sqlstreams stream drop orders --yes";

@@ -3,6 +3,7 @@
 use clap::Args;
 use serde_json::Value;
 
+use super::retention;
 use crate::context::Context;
 use crate::output::{
     on_or_off, print, print_json, print_table, printable, short_time, table, thousands,
@@ -10,7 +11,8 @@ use crate::output::{
 
 const AFTER_HELP: &str = "\
 Columns: HEAD is the id of the newest message, an upper bound of how many there were; NOTIFY is on
-where every insert wakes consumers (`stream alter`).
+where every insert wakes consumers; KEPT says for how long messages are kept (`stream alter`), with a star
+where something keeps those that are to go from going (`stream show`).
 
 Examples:
   sqlstreams stream list
@@ -28,7 +30,7 @@ pub(crate) async fn run(_args: ListArgs, context: &Context) -> anyhow::Result<()
     if streams.is_empty() {
         return print("no streams yet; create one with `sqlstreams stream create NAME`");
     }
-    let mut rows = table(&["NAME", "PAYLOAD", "#HEAD", "#GROUPS", "NOTIFY", "CREATED"]);
+    let mut rows = table(&["NAME", "PAYLOAD", "#HEAD", "#GROUPS", "NOTIFY", "KEPT", "CREATED"]);
     for stream in &streams {
         rows.add_row([
             printable(&stream.name, 60),
@@ -36,6 +38,11 @@ pub(crate) async fn run(_args: ListArgs, context: &Context) -> anyhow::Result<()
             thousands(stream.head),
             thousands(stream.groups),
             on_or_off(stream.notify),
+            format!(
+                "{}{}",
+                retention::describe(&stream.retention),
+                if stream.hold.is_some() { " *" } else { "" }
+            ),
             short_time(stream.created_at),
         ]);
     }

@@ -4,8 +4,14 @@ mod alter;
 mod compact;
 mod create;
 mod drop;
+mod export;
+mod import;
 mod list;
+mod retain;
+pub(crate) mod retention;
 mod show;
+
+use std::process::ExitCode;
 
 use clap::Subcommand;
 use serde_json::{Value, json};
@@ -26,19 +32,29 @@ pub(crate) enum StreamCommand {
     Alter(alter::AlterArgs),
     /// Remove what newer messages have superseded in a compacted stream
     Compact(compact::CompactArgs),
+    /// Let old messages go now, as the stream's retention says
+    Retain(retain::RetainArgs),
+    /// Write messages to a file or to stdout
+    Export(export::ExportArgs),
+    /// Read messages that were exported
+    Import(import::ImportArgs),
     /// Drop a stream with all its messages and groups
     Drop(drop::DropArgs),
 }
 
-pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Result<()> {
+pub(crate) async fn run(command: StreamCommand, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
-        StreamCommand::Create(args) => create::run(args, context).await,
-        StreamCommand::List(args) => list::run(args, context).await,
-        StreamCommand::Show(args) => show::run(args, context).await,
-        StreamCommand::Alter(args) => alter::run(args, context).await,
-        StreamCommand::Compact(args) => compact::run(args, context).await,
-        StreamCommand::Drop(args) => drop::run(args, context).await,
+        StreamCommand::Create(args) => create::run(args, context).await?,
+        StreamCommand::List(args) => list::run(args, context).await?,
+        StreamCommand::Show(args) => show::run(args, context).await?,
+        StreamCommand::Alter(args) => alter::run(args, context).await?,
+        StreamCommand::Compact(args) => compact::run(args, context).await?,
+        StreamCommand::Retain(args) => retain::run(args, context).await?,
+        StreamCommand::Export(args) => return export::run(args, context).await,
+        StreamCommand::Import(args) => return import::run(args, context).await,
+        StreamCommand::Drop(args) => drop::run(args, context).await?,
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn to_json(stream: &StreamInfo) -> Value {
@@ -53,5 +69,8 @@ fn to_json(stream: &StreamInfo) -> Value {
         "notify": stream.notify,
         "idempotency_window_seconds": stream.idempotency_window.as_secs_f64(),
         "compacted": stream.compacted,
+        "first_id": stream.first_id,
+        "retention": retention::to_json(stream),
+        "group_expiry_seconds": stream.group_expiry.map(|after| after.as_secs_f64()),
     })
 }

@@ -3,6 +3,7 @@
 use clap::Args;
 use serde_json::Value;
 
+use super::retention;
 use crate::commands::{group, open_stream};
 use crate::context::Context;
 use crate::output::{
@@ -10,7 +11,8 @@ use crate::output::{
 };
 
 const AFTER_HELP: &str = "\
-`delayed` counts the messages that are not due yet. With --json, `groups` holds the groups as `sqlstreams group list` shows them.
+`delayed` counts the messages that are not due yet; `kept` says for how long messages are kept, and from which
+id on they still are; `held up` what keeps those that are to go from going. With --json, `groups` holds the groups as `sqlstreams group list` shows them.
 
 Examples:
   sqlstreams stream show orders
@@ -35,14 +37,24 @@ pub(crate) async fn run(args: ShowArgs, context: &Context) -> anyhow::Result<()>
         return print_json(&document);
     }
     print(format_args!(
-        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  idempotency keys are remembered for {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
+        "stream {}\n  payloads   {}\n  head       {}\n  delayed    {}\n  notify     {}\n  compacted  {}\n  kept       {}, from id {} on{}\n  idempotency keys are remembered for {}\n  groups expire {}\n  created    {}\n  tables     message_log_{} and so on, {} ids per partition\n",
         printable(&info.name, 200),
         info.payload_type,
         thousands(info.head),
         thousands(delayed),
         on_or_off(info.notify),
         if info.compacted { "yes" } else { "no" },
+        retention::describe(&info.retention),
+        thousands(info.first_id),
+        info.hold
+            .as_ref()
+            .map(|hold| format!("\n  held up    {}", retention::held(hold)))
+            .unwrap_or_default(),
         span(info.idempotency_window),
+        info.group_expiry.map_or_else(
+            || "never".to_owned(),
+            |after| format!("{} after the last sign of life", span(after))
+        ),
         short_time(info.created_at),
         info.id,
         thousands(info.partition_size),

@@ -69,7 +69,7 @@ pub(crate) async fn run(args: BindingsArgs, context: &Context) -> anyhow::Result
     }
 }
 
-fn to_json(binding: &Binding) -> Value {
+pub(super) fn to_json(binding: &Binding) -> Value {
     let headers = binding.header_conditions();
     json!({
         "pattern": binding.pattern(),

@@ -1,0 +1,242 @@
+//! Where an import reads from: lines of a file or of stdin, or a Parquet file, in batches, in a thread of its own.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::Path;
+use std::thread;
+
+use anyhow::Context as _;
+use sqlstreams::{PayloadType, Record};
+use tokio::sync::mpsc;
+
+use super::line::{self, End, Line};
+use super::parquet::{Reader, is_parquet};
+use super::{About, FORMAT};
+use crate::failure::Failure;
+use crate::output::printable;
+
+/// A batch has so many messages, and about so many bytes of lines, at most.
+const MESSAGES: usize = 1_000;
+const BYTES: usize = 8 * 1024 * 1024;
+/// A line of the largest payload, every byte of it escaped.
+const LONGEST_LINE: u64 = 512 * 1024 * 1024;
+/// Batches that wait for the importer.
+const QUEUE: usize = 2;
+const BUFFER: usize = 256 * 1024;
+
+/// Messages, and where they are from.
+#[derive(Debug, Default)]
+pub(crate) struct Batch {
+    pub(crate) messages: Vec<Record<Vec<u8>>>,
+    /// The lines or rows that they are, counted from 1.
+    pub(crate) places: Vec<u64>,
+    /// How far it goes: in bytes of a file of lines, in rows of a Parquet file.
+    pub(crate) position: u64,
+    /// What the last line says, where this is the last batch.
+    pub(crate) end: Option<End>,
+}
+
+/// What is to be imported.
+pub(crate) struct Source {
+    pub(crate) about: Option<About>,
+    /// What [`Batch::position`] comes to, if that is known.
+    pub(crate) total: Option<u64>,
+    /// "line" or "row".
+    pub(crate) unit: &'static str,
+    input: Input,
+}
+
+enum Input {
+    /// What was read of it already, and the rest.
+    Lines(Box<dyn BufRead + Send>, Option<Vec<u8>>),
+    Rows(Box<Reader>),
+}
+
+impl Source {
+    /// `-` is stdin. Reads as much as tells what stream the messages are from.
+    pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
+        if path.as_os_str() == "-" {
+            return Self::of_lines(Box::new(BufReader::with_capacity(BUFFER, io::stdin())), None);
+        }
+        let unreadable = || format!("could not read {}", path.display());
+        let file = File::open(path).with_context(unreadable)?;
+        if is_parquet(path) {
+            let odd = |e: ::parquet::errors::ParquetError| {
+                let text = format!("{} cannot be read: {}", path.display(), said(&e));
+                Failure::failed("invalid_file", text)
+            };
+            let reader = Reader::open(file).map_err(odd)?;
+            return Ok(Self {
+                about: reader.about().map_err(odd)?,
+                total: Some(reader.rows()),
+                unit: "row",
+                input: Input::Rows(Box::new(reader)),
+            });
+        }
+        let total = file.metadata().with_context(unreadable)?;
+        let total = total.is_file().then_some(total.len());
+        Self::of_lines(Box::new(BufReader::with_capacity(BUFFER, file)), total)
+    }
+
+    fn of_lines(mut lines: Box<dyn BufRead + Send>, total: Option<u64>) -> anyhow::Result<Self> {
+        let first = read_line(&mut lines).context("could not read the first line")?;
+        // Whatever it is in other respects: the payloads' type is only known from there.
+        let about = match first.as_deref().map(|first| line::parse(first, PayloadType::Json)) {
+            Some(Ok(Line::About(about))) if about.format > FORMAT => {
+                let text = format!(
+                    "the file has format {}, later than the {FORMAT} that this program reads",
+                    about.format
+                );
+                return Err(Failure::failed("invalid_file", text)
+                    .hint("Upgrade this program.")
+                    .into());
+            }
+            Some(Ok(Line::About(about))) => Some(about),
+            _ => None,
+        };
+        Ok(Self { about, total, unit: "line", input: Input::Lines(lines, first) })
+    }
+
+    /// Starts to read, for a stream that stores payloads so. The channel closes at the end, or after an error.
+    pub(crate) fn start(self, payload_type: PayloadType) -> mpsc::Receiver<Result<Batch, Failure>> {
+        let (batches, receiver) = mpsc::channel(QUEUE);
+        thread::spawn(move || {
+            let ended = match self.input {
+                Input::Lines(lines, first) => {
+                    send_lines(lines, first, self.about.is_some(), payload_type, &batches)
+                }
+                Input::Rows(reader) => send_rows(*reader, &batches),
+            };
+            if let Err(failure) = ended {
+                // Nobody listens when the command has ended for another reason.
+                let _ = batches.blocking_send(Err(failure));
+            }
+        });
+        receiver
+    }
+}
+
+type Batches = mpsc::Sender<Result<Batch, Failure>>;
+
+fn send_lines(
+    mut lines: Box<dyn BufRead + Send>,
+    mut first: Option<Vec<u8>>,
+    has_about: bool,
+    payload_type: PayloadType,
+    batches: &Batches,
+) -> Result<(), Failure> {
+    let (mut number, mut position, mut bytes, mut messages) = (0, 0, 0, 0);
+    let mut batch = Batch::default();
+    loop {
+        let read = match first.take() {
+            Some(first) => Some(first),
+            None => read_line(&mut lines).map_err(|error| {
+                let text = format!("could not read line {}: {error}", number + 1);
+                // What came before it is stored, and told of.
+                Failure::failed("input", text)
+            })?,
+        };
+        let Some(text) = read else {
+            if batch.end.is_none() && has_about {
+                if send(&mut batch, batches).is_err() {
+                    return Ok(());
+                }
+                return Err(Failure::failed("cut_off", "the file ends before its last line: it was cut off")
+                    .hint("What it has is stored. Import the whole file: what is there already is passed over with --keep-ids or --resume."));
+            }
+            let _ = send(&mut batch, batches);
+            return Ok(());
+        };
+        number += 1;
+        position += text.len() as u64;
+        let text_bytes = text.len();
+        let invalid = |reason: &str| {
+            Failure::failed("invalid_line", format!("line {number}: {}", printable(reason, 300)))
+                .detail("line", number)
+        };
+        if text.iter().all(u8::is_ascii_whitespace) {
+            continue;
+        }
+        let parsed = line::parse(&text, payload_type);
+        let is_after_end = batch.end.is_some();
+        match parsed {
+            _ if is_after_end => {
+                let _ = send(&mut batch, batches);
+                return Err(invalid("it comes after the last line of the export"));
+            }
+            Ok(Line::Message(message)) => {
+                batch.messages.push(*message);
+                batch.places.push(number);
+                messages += 1;
+                bytes += text_bytes;
+            }
+            Ok(Line::About(_)) if number == 1 => {}
+            Ok(Line::End(end)) if end.messages == messages || !has_about => batch.end = Some(end),
+            wrong => {
+                // What came before it is stored first.
+                if send(&mut batch, batches).is_err() {
+                    return Ok(());
+                }
+                return Err(match wrong {
+                    Ok(Line::End(end)) => invalid(&format!(
+                        "the export has {} messages, and {messages} came before this line",
+                        end.messages
+                    )),
+                    Ok(_) => invalid("another export begins here: import one file at a time"),
+                    Err(reason) => invalid(&reason),
+                });
+            }
+        }
+        batch.position = position;
+        if batch.messages.len() >= MESSAGES || bytes >= BYTES {
+            bytes = 0;
+            if send(&mut batch, batches).is_err() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn send_rows(mut reader: Reader, batches: &Batches) -> Result<(), Failure> {
+    let mut number = 0;
+    loop {
+        let messages = reader.next(MESSAGES).map_err(|error| {
+            let text = format!("after row {number}: {}", said(&error));
+            Failure::failed("invalid_row", text).detail("row", number)
+        })?;
+        if messages.is_empty() {
+            return Ok(());
+        }
+        let places = (number + 1..).take(messages.len()).collect();
+        number += messages.len() as u64;
+        let mut batch = Batch { messages, places, position: number, end: None };
+        if send(&mut batch, batches).is_err() {
+            return Ok(());
+        }
+    }
+}
+
+/// What is in the batch, which is empty then; an error where nobody listens any more.
+fn send(batch: &mut Batch, batches: &Batches) -> Result<(), ()> {
+    let batch = std::mem::take(batch);
+    match batch.messages.is_empty() && batch.end.is_none() {
+        true => Ok(()),
+        false => batches.blocking_send(Ok(batch)).map_err(drop),
+    }
+}
+
+/// With its line feed, but that of the last may be missing. None at the end.
+fn read_line(lines: &mut Box<dyn BufRead + Send>) -> io::Result<Option<Vec<u8>>> {
+    let mut line = Vec::new();
+    lines.take(LONGEST_LINE).read_until(b'\n', &mut line)?;
+    if line.len() as u64 == LONGEST_LINE && line.last() != Some(&b'\n') {
+        return Err(io::Error::other("it is longer than 512 MiB"));
+    }
+    Ok(Some(line).filter(|line| !line.is_empty()))
+}
+
+/// Without the crate's words before it.
+fn said(error: &::parquet::errors::ParquetError) -> String {
+    let text = error.to_string();
+    text.strip_prefix("Parquet error: ").unwrap_or(&text).to_owned()
+}

@@ -1,0 +1,1 @@
+SELECT finished FROM {schema}.archive_referenced($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.cancel_replay($1, $2, $3)

@@ -1,0 +1,1 @@
+SELECT {schema}.detach_is_stuck($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.doctor_repair($1, $2)::text

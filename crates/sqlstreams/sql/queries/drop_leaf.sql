@@ -1,0 +1,1 @@
+SELECT {schema}.drop_leaf($1, $2)

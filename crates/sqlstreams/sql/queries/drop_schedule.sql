@@ -1,0 +1,1 @@
+SELECT {schema}.drop_schedule($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.empty_leaf($1, $2)

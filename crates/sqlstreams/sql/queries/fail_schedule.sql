@@ -1,0 +1,1 @@
+SELECT {schema}.fail_schedule($1, $2, $3)

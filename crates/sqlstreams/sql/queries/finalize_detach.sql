@@ -1,0 +1,1 @@
+SELECT {schema}.finalize_detach($1, $2)

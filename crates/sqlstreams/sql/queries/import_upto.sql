@@ -1,0 +1,1 @@
+SELECT {schema}.import_upto($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.leaf_is_locked($1)

@@ -1,0 +1,1 @@
+SELECT more, urgent, trouble FROM {schema}.maintain_partitions($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.move_cursor($1, $2, $3, $4)

@@ -1,0 +1,1 @@
+SELECT {schema}.note_consumers($1)

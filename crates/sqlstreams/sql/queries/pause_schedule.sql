@@ -1,0 +1,1 @@
+SELECT {schema}.pause_schedule($1)

@@ -1,0 +1,1 @@
+SELECT {schema}.resume_schedule($1, $2, $3)

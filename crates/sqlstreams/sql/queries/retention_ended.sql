@@ -1,0 +1,1 @@
+SELECT extract(epoch FROM {schema}.retention_ended($1, $2, $3, $4, $5))::float8

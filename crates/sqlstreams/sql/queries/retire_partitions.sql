@@ -1,0 +1,1 @@
+SELECT held, permitted FROM {schema}.retire_partitions($1, $2)

@@ -1,0 +1,1 @@
+SELECT {schema}.run_schedule($1)

@@ -1,0 +1,1 @@
+SELECT more FROM {schema}.seal_partitions($1)

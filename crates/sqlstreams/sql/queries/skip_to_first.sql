@@ -1,0 +1,1 @@
+SELECT more FROM {schema}.skip_to_first($1)

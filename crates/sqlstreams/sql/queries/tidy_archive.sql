@@ -1,0 +1,1 @@
+SELECT removed, upto FROM {schema}.tidy_archive($1, $2)
