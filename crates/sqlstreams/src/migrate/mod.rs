@@ -27,6 +27,9 @@ use crate::schema::Schema;
 const LOCKED_MS: u32 = 200;
 /// For so long it is tried again.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// For so long calls that were running may go on in functions that are replaced.
+const CALLS: Duration = Duration::from_secs(5);
+const DROP_REPLACED: &str = include_str!("../../sql/migrations/drop_replaced.sql");
 /// Between two tries.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -58,6 +61,9 @@ pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<Mi
         let taken = match step(client, schema, streams_of).await {
             Ok(Step::Nothing(to)) => return Ok(MigrationReport { from, to, changed }),
             Ok(Step::Finished) => {
+                if from.is_some() {
+                    drop_replaced(client, schema).await?;
+                }
                 return Ok(MigrationReport { from, to: version(), changed: true });
             }
             Ok(Step::Passed) => Ok(()),
@@ -149,6 +155,8 @@ async fn step(client: &mut PgClient, schema: &Schema, streams_of: Option<i32>) -
             "UPDATE schema_migration SET finished_at = clock_timestamp() WHERE version = $1";
         tx.query_typed(finish, &[(&at, Type::INT4)]).await.map_err(failed)?;
     } else if let Some(next) = next.first() {
+        // What is left of an upgrade before, if that was interrupted at its end.
+        tx.batch_execute(DROP_REPLACED).await.map_err(failed)?;
         make_catalog(&tx, next).await?;
         if let Some(stream) = next.stream {
             tx.batch_execute(stream).await.map_err(failed)?;
@@ -261,6 +269,27 @@ async fn make_functions(tx: &Transaction<'_>) -> Result<()> {
         [(&functions_checksum(), Type::TEXT), (&version(), Type::INT4)];
     tx.query_typed(installed, &parameters).await.map_err(failed)?;
     Ok(())
+}
+
+/// The last step: functions that were replaced are dropped when no call that began before can be running in them. If that does not come about,
+/// they stay until the next upgrade, and harm nobody.
+async fn drop_replaced(client: &mut PgClient, schema: &Schema) -> Result<()> {
+    let since = Instant::now();
+    let calls = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()
+                     AND backend_type = 'client backend' AND coalesce(state = 'active' AND query_start < clock_timestamp() - make_interval(secs => $1), true))";
+    loop {
+        tokio::time::sleep(PAUSE).await;
+        let age = since.elapsed().as_secs_f64();
+        let running = client.query_typed_one(calls, &[(&age, Type::FLOAT8)]).await;
+        // Of other roles' sessions nothing is told: their calls get so long.
+        if !running.map_err(failed)?.get::<_, bool>(0) || since.elapsed() > CALLS {
+            break;
+        }
+    }
+    let tx = begin(client, schema).await?;
+    enter(&tx, schema).await?;
+    tx.batch_execute(DROP_REPLACED).await.map_err(failed)?;
+    tx.commit().await.map_err(failed)
 }
 
 fn failed(error: tokio_postgres::Error) -> Error {
