@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use sqlstreams::{Client, Duplicate, ErrorKind, Outgoing};
+use sqlstreams_dev::Cluster;
 
 use crate::proxy::{Cut, Place, Proxy};
 use crate::running::Running;
@@ -425,4 +426,36 @@ async fn a_bulk_finds_room_and_keeps_its_order() {
     for consumer in consumers {
         consumer.stop().await;
     }
+}
+
+/// When a message is due is in its row: whoever restarts, nothing comes early.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tb_155_restarts_let_nothing_come_early() {
+    let start = || Arc::new(Cluster::builder().durable(true).start().unwrap());
+    let cluster = tokio::task::spawn_blocking(start).await.unwrap();
+    let url = cluster.url("postgres");
+    let first = Client::connect(&url).await.unwrap();
+    let stream = first.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").create().await.unwrap();
+    let numbers: Vec<u64> = (0..1_000).collect();
+    let batch = numbers.iter().map(|n| Outgoing::new(n).delay(HOUR));
+    stream.producer().send_all(batch).await.unwrap();
+    let consumer = Running::start(&group);
+    let again = cluster.clone();
+    let crash = move || {
+        again.kill().unwrap();
+        again.start_again().unwrap();
+    };
+    tokio::task::spawn_blocking(crash).await.unwrap();
+    assert_eq!(consumer.stop().await.handled, 0);
+
+    let client = Client::connect(&url).await.unwrap();
+    let stream = client.stream::<u64>("s").open().await.unwrap();
+    let mut consumer = Running::start(&stream.group("g").open().await.unwrap());
+    stream.producer().send(&7).await.unwrap();
+    // It has looked for what is due by then.
+    consumer.handles(7, Duration::from_secs(30)).await;
+    assert_eq!(consumer.stop().await.handled, 1);
+    assert_eq!(count(&connect(&url).await, WAITING).await, 1_000);
+    tokio::task::spawn_blocking(move || drop(cluster)).await.unwrap();
 }

@@ -272,3 +272,45 @@ async fn kill_upgrades(url: &str, db: &Db) -> i64 {
     }
     kills
 }
+
+/// The owner of a database that is nothing else: no superuser, and with nothing outside its schema.
+#[tokio::test]
+async fn tb_113_an_owner_without_other_privileges_installs_and_upgrades() {
+    let url = database().await;
+    let db = connect(&url).await;
+    let password = url.split(['@', ':']).nth(2).unwrap();
+    // Roles are the cluster's, which other tests share.
+    let role = format!("owner_{}", url.rsplit('/').next().unwrap());
+    db.batch_execute(&format!(
+        "CREATE ROLE {role} LOGIN PASSWORD '{password}';
+         REVOKE ALL ON SCHEMA public FROM PUBLIC; CREATE SCHEMA sqlstreams AUTHORIZATION {role}; SET ROLE {role}; SET search_path = sqlstreams, pg_temp;
+         {INSTALLATION}; RESET ROLE; CREATE ROLE {role}_reader; GRANT USAGE ON SCHEMA sqlstreams TO {role}_reader"
+    ))
+    .await
+    .unwrap();
+    let owned = url.replace("//postgres:", &format!("//{role}:"));
+    connect(&owned)
+        .await
+        .batch_execute(
+            "SELECT sqlstreams.create_stream('s'); SELECT sqlstreams.create_group(1, 'g')",
+        )
+        .await
+        .unwrap();
+    let grant = format!(
+        "GRANT SELECT ON ALL TABLES IN SCHEMA sqlstreams TO {role}_reader; GRANT SELECT ON ALL SEQUENCES IN SCHEMA sqlstreams TO {role}_reader"
+    );
+    db.batch_execute(&grant).await.unwrap();
+    let client = Client::connect(&owned).await.unwrap();
+    let stream = client.stream::<u64>("s").open().await.unwrap();
+    stream.producer().send(&1).await.unwrap();
+    let consumed = stream.group("g").open().await.unwrap().consumer().until_caught_up();
+    assert_eq!(consumed.run(async |_: Delivery<u64>| {}).await.unwrap().handled, 1);
+    client.maintenance().once().await.unwrap();
+    assert_eq!(client.maintenance().status().await.unwrap().failures, []);
+    // Who could read the view before still can.
+    db.batch_execute(&format!(
+        "SET ROLE {role}_reader; SELECT * FROM sqlstreams.consumer_group_cursor"
+    ))
+    .await
+    .unwrap();
+}
