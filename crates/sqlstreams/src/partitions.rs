@@ -8,6 +8,8 @@ use crate::stream::StreamInner;
 
 /// So many partitions there are beyond those that a batch needs.
 const AHEAD: i64 = 3;
+/// So many are made at once beside the work.
+const FEW: i32 = 8;
 
 /// Twice per partition, beside the work: makes the partitions that will be needed soon, should nobody do the maintenance. `id` is
 /// one that was just produced or read. Failures are logged: a producer that runs out of partitions makes them itself.
@@ -37,8 +39,9 @@ pub(crate) async fn ensure(stream: &StreamInner, messages: usize) -> Result<u32>
     let client = &stream.client;
     let needed = i64::try_from(messages).unwrap_or(i64::MAX) / stream.partition_size;
     let ahead = i32::try_from(needed.saturating_add(AHEAD)).unwrap_or(i32::MAX);
-    let ahead = (messages > 0).then_some(ahead);
+    // Those that nobody waits for a few at a time: producers wait for whoever makes the next as long as that transaction takes.
+    let (ahead, most) = if messages > 0 { (Some(ahead), ahead) } else { (None, FEW) };
     let ensure = &client.inner.queries.ensure_partitions;
-    let made = client.query_one(ensure, &[&stream.id, &ahead], "make partitions").await?;
+    let made = client.query_one(ensure, &[&stream.id, &ahead, &most], "make partitions").await?;
     Ok(u32::try_from(made.get::<_, i32>(0)).unwrap_or_default())
 }

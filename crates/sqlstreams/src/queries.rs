@@ -70,7 +70,7 @@ queries! {
         count_passed_over: [INT8, INT8, INT8, INT8],
         release_exceptions: [INT8, INT8, UUID_ARRAY, INT8_ARRAY],
         invalid_payloads: [TEXT, BYTEA_ARRAY],
-        ensure_partitions: [INT8, INT4],
+        ensure_partitions: [INT8, INT4, INT4],
         create_stream: [TEXT, TEXT, INT8, BOOL, FLOAT8, BOOL, FLOAT8, INT8, INT8, BOOL, BOOL, FLOAT8],
         alter_stream: [INT8, BOOL, FLOAT8, FLOAT8, INT8, INT8, BOOL, BOOL, FLOAT8],
         retire_partitions: [INT8, INT4],

@@ -1,6 +1,6 @@
 -- message_archive_<n>: messages that outlive their partition, since rows of the exception queue, dead letters above all, refer to them. It is read by id, after the log.
 
--- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue, and leases that are held. A call looks at p_limit
+-- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue, and leases: also those that have run out, which somebody takes over. A call looks at p_limit
 -- references at most, and copies about p_bytes; where it ended is noted in the partition's row. Returns how many it copied, and whether that is all: then the partition is marked so.
 CREATE OR REPLACE FUNCTION archive_referenced(p_stream bigint, p_number bigint, p_limit int DEFAULT 1000, p_bytes bigint DEFAULT 16777216)
 RETURNS TABLE (copied bigint, finished boolean)
@@ -36,7 +36,7 @@ BEGIN
                        UNION
                        (SELECT m.id FROM %4$I AS l CROSS JOIN LATERAL unnest(l.pending * int8multirange(int8range(least(g.lowest, $5 + 1), $5 + 1))) AS r
                         CROSS JOIN LATERAL (SELECT id FROM %1$I AS m WHERE m.id >= lower(r) AND m.id < upper(r) ORDER BY m.id LIMIT $6) AS m
-                        WHERE l.group_id = g.id AND l.seq >= c.first_open AND l.expires_at > clock_timestamp() ORDER BY m.id LIMIT $6)) AS u
+                        WHERE l.group_id = g.id AND l.seq >= c.first_open ORDER BY m.id LIMIT $6)) AS u
                    ORDER BY id LIMIT $6) AS r
                ORDER BY g.id, r.id LIMIT $6) AS x',
         leaf, 'exception_queue_' || p_stream, 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)

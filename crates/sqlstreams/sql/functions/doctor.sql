@@ -374,10 +374,10 @@ BEGIN
     RETURN made;
 END $$;
 
--- An installation that is made now lives here.
+-- An installation that is made now lives here, and so does one that is brought to the version that knows of this table.
 DO $$
 BEGIN
-    IF NOT EXISTS (SELECT FROM installation) AND NOT EXISTS (SELECT FROM stream) THEN
+    IF NOT EXISTS (SELECT FROM installation) AND (NOT EXISTS (SELECT FROM stream) OR EXISTS (SELECT FROM schema_migration WHERE version = 2 AND functions IS NULL)) THEN
         PERFORM record_epoch();
     END IF;
 END $$;

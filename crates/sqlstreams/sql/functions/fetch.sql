@@ -45,7 +45,10 @@ DECLARE
     lanes     bigint;
     replay    bigint;
     condition text;
+    source    text;
     now       timestamptz := clock_timestamp();
+    -- Below it messages may be in the archive alone, of leases that were open when their partition left.
+    first_id  bigint := (SELECT s.first_id FROM stream AS s WHERE s.id = p_stream AND s.archived);
 BEGIN
     PERFORM require_read_committed();
     SELECT f.pending, f.lanes, f.replay INTO pending, lanes, replay FROM find_lease(p_stream, p_group, p_token) AS f;
@@ -53,14 +56,20 @@ BEGIN
         RETURN;
     END IF;
     condition := binding_condition(p_group, lower(pending), upper(pending), replay);
+    source := format('%I', 'message_log_' || p_stream);
+    IF first_id > greatest(lower(pending), p_after + 1) THEN
+        source := format('(SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %1$I UNION ALL
+                           SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM %2$I AS a
+                           WHERE NOT EXISTS (SELECT FROM %1$I AS l WHERE l.id = a.id AND l.id >= $1 AND l.id < $2)) AS log', 'message_log_' || p_stream, 'message_archive_' || p_stream);
+    END IF;
     RETURN QUERY EXECUTE format(
         'SELECT id, key, routing_key, headers, produced_at, more, CASE WHEN expires_at <= $7 THEN NULL ELSE payload END, CASE WHEN expires_at <= $7 THEN interval ''0'' WHEN isfinite(expires_at) THEN expires_at - $7 END, %s::smallint
          FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload,
                       lead(id) OVER (ORDER BY id) IS NOT NULL AS more,
                       sum(coalesce(pg_column_size(payload), 0)) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - coalesce(pg_column_size(payload), 0) AS bytes_before
-               FROM (SELECT * FROM %I WHERE id >= $1 AND id < $2 AND id > $3%s%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
+               FROM (SELECT * FROM %s WHERE id >= $1 AND id < $2 AND id > $3%s%s%s ORDER BY id LIMIT $5 + 1) AS m) AS m
          WHERE bytes_before < $6
-         ORDER BY id LIMIT $5', CASE WHEN lanes IS NULL THEN 'NULL' ELSE 'lane_of(key, id)' END, 'message_log_' || p_stream,
+         ORDER BY id LIMIT $5', CASE WHEN lanes IS NULL THEN 'NULL' ELSE 'lane_of(key, id)' END, source,
         -- Of one range the bounds say it all, which counts where most rows are for others.
         CASE WHEN id_count(pending) < upper(pending) - lower(pending) THEN ' AND $4 @> id' END, in_lanes(lanes), ' AND (' || condition || ')')
         USING lower(pending), upper(pending), p_after, pending, p_limit, p_bytes, now;

@@ -32,6 +32,7 @@ BEGIN
         'next_range(bigint, bigint, group_cursor)',
         'take_over(bigint, consumer_group, bigint, uuid, bigint, lane_wish, group_cursor)']
     LOOP
+        -- (One of that name may have stayed, since something of somebody's is made of it.)
         IF to_regprocedure(f) IS NOT NULL THEN
             EXECUTE format('ALTER FUNCTION %s RENAME TO %I', to_regprocedure(f), 'replaced_' || split_part(f, '(', 1));
         END IF;

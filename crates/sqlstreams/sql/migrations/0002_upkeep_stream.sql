@@ -1,5 +1,20 @@
 -- What a stream of version 1 is missing. Whatever is there already is left alone, without a lock: it is called again for streams that were made meanwhile.
 
+-- Who may do something with the one table may do so with the other.
+CREATE OR REPLACE FUNCTION grant_like(p_table text, p_new text) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    a record;
+BEGIN
+    FOR a IN SELECT CASE x.grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(g.rolname) END AS grantee, x.privilege_type, x.is_grantable
+             FROM pg_class AS c CROSS JOIN aclexplode(c.relacl) AS x LEFT JOIN pg_roles AS g ON g.oid = x.grantee
+             WHERE c.oid = to_regclass(quote_ident(p_table)) AND x.grantee <> c.relowner AND x.privilege_type IN ('SELECT', 'INSERT', 'UPDATE', 'DELETE') LOOP
+        EXECUTE format('GRANT %s ON %I TO %s%s', a.privilege_type, p_new, a.grantee, CASE WHEN a.is_grantable THEN ' WITH GRANT OPTION' END);
+    END LOOP;
+END $$;
+
+SELECT grant_like('consumer_group', t) FROM unnest(ARRAY['group_watch', 'replay', 'retention_hold', 'log_partition', 'stream_pace', 'schedule', 'schedule_turn', 'schedule_run', 'import_progress']) AS t;
+
 CREATE OR REPLACE FUNCTION migrate_stream(p_stream bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -22,6 +37,7 @@ BEGIN
              ) WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000,
                      autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false)',
             'message_archive_' || p_stream, s.payload_type);
+        PERFORM grant_like('message_log_' || p_stream, 'message_archive_' || p_stream);
     END IF;
     IF to_regclass(format('%I', 'exception_dead_at_' || p_stream)) IS NULL THEN
         EXECUTE format('CREATE INDEX %I ON %I (dead_at) WHERE state = ''dead''', 'exception_dead_at_' || p_stream, 'exception_queue_' || p_stream);

@@ -1,1 +1,1 @@
-SELECT {schema}.ensure_partitions($1, $2)
+SELECT {schema}.ensure_partitions($1, $2, $3)

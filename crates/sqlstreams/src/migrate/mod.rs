@@ -146,7 +146,7 @@ async fn step(client: &mut PgClient, schema: &Schema, streams_of: Option<i32>) -
             }
             // Those that were created since; none is before this transaction ends.
             tx.batch_execute(
-                "SELECT migrate_stream(id) FROM stream; DROP FUNCTION migrate_stream(bigint)",
+                "SELECT migrate_stream(id) FROM stream; DROP FUNCTION migrate_stream(bigint); DROP FUNCTION IF EXISTS grant_like(text, text)",
             )
             .await
             .map_err(failed)?;
@@ -246,7 +246,7 @@ async fn migrate_stream(client: &mut PgClient, schema: &Schema, id: i64) -> Resu
     let tx = client.transaction().await.map_err(failed)?;
     enter(&tx, schema).await?;
     // Somebody else may have finished this version meanwhile.
-    let exists = "SELECT FROM pg_proc WHERE proname = 'migrate_stream' AND pronamespace = current_schema()::regnamespace";
+    let exists = "SELECT FROM pg_proc WHERE proname = 'migrate_stream' AND pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())";
     if !tx.query_typed(exists, &[]).await.map_err(failed)?.is_empty() {
         tx.query_typed("SELECT migrate_stream($1)", &[(&id, Type::INT8)]).await.map_err(failed)?;
     }
@@ -260,10 +260,14 @@ async fn make_functions(tx: &Transaction<'_>) -> Result<()> {
         .await
         .map_err(failed)?;
     let since: Vec<i32> = rows.iter().map(|row| row.get(0)).collect();
+    let known = "SELECT set_config('sqlstreams.known_functions', coalesce(array_agg(oid), '{}')::text, true)
+                 FROM pg_proc WHERE pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())";
+    tx.batch_execute(known).await.map_err(failed)?;
     let removed = MIGRATIONS.iter().filter(|m| since.contains(&m.version)).map(|m| m.functions);
     for sql in removed.chain(FUNCTIONS.iter().copied()) {
         tx.batch_execute(sql).await.map_err(failed)?;
     }
+    tx.batch_execute(include_str!("../../sql/migrations/keep_grants.sql")).await.map_err(failed)?;
     let installed = "UPDATE schema_migration SET functions = $1, finished_at = clock_timestamp() WHERE functions IS NULL OR version = $2";
     let parameters: [(&(dyn ToSql + Sync), Type); 2] =
         [(&functions_checksum(), Type::TEXT), (&version(), Type::INT4)];

@@ -314,3 +314,58 @@ async fn tb_113_an_owner_without_other_privileges_installs_and_upgrades() {
     .await
     .unwrap();
 }
+
+/// Whoever could consume before can afterwards, and nobody else; also where functions are nobody's by default. Any name of a schema will do.
+#[tokio::test]
+async fn privileges_are_those_of_before() {
+    for (schema, mine) in [("We ird", false), ("sqlstreams", true)] {
+        let url = database().await;
+        let db = connect(&url).await;
+        let password = url.split(['@', ':']).nth(2).unwrap();
+        let role = format!("app_{}", url.rsplit('/').next().unwrap());
+        let other = format!("{role}_other");
+        db.batch_execute(&format!(
+            "CREATE ROLE {role} LOGIN PASSWORD '{password}'; CREATE ROLE {other};
+             CREATE SCHEMA \"{schema}\"; SET search_path = \"{schema}\", pg_temp; {INSTALLATION};
+             SELECT create_stream('s'); SELECT create_group(1, 'g');
+             INSERT INTO message_log_1 (payload) VALUES ('1'), ('2');
+             GRANT USAGE ON SCHEMA \"{schema}\" TO {role}, {other};
+             GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA \"{schema}\" TO {role}; GRANT ALL ON ALL SEQUENCES IN SCHEMA \"{schema}\" TO {role};
+             REVOKE EXECUTE ON ALL FUNCTIONS IN SCHEMA \"{schema}\" FROM PUBLIC; GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA \"{schema}\" TO {role};
+             CREATE VIEW own AS SELECT * FROM list_cursors();"
+        ))
+        .await
+        .unwrap();
+        if mine {
+            db.batch_execute("ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC")
+                .await
+                .unwrap();
+        }
+        Client::builder(&url).schema(schema).connect().await.unwrap();
+        assert_eq!(
+            count(&db, "SELECT count(*) FROM own").await,
+            1,
+            "what somebody made of a function stays"
+        );
+        let public = format!(
+            "SELECT count(*) FROM pg_proc WHERE pronamespace = '\"{schema}\"'::regnamespace AND has_function_privilege('{other}', oid, 'EXECUTE')"
+        );
+        assert_eq!(count(&db, &public).await, 0);
+        let app = Client::builder(&url.replace("//postgres:", &format!("//{role}:")))
+            .schema(schema)
+            .migrate(false);
+        let client = app.connect().await.unwrap();
+        let stream = client.stream::<u64>("s").open().await.unwrap();
+        let group = stream.group("g").open().await.unwrap();
+        let consumed = group.consumer().until_caught_up();
+        let consumed = consumed.run(async |message: Delivery<u64>| match message.attempt() {
+            1 if message.payload == 1 => Outcome::RetryAfter("once".into(), Duration::ZERO),
+            _ => Outcome::Done,
+        });
+        assert_eq!(consumed.await.unwrap().handled, 2);
+        assert_eq!(group.status().await.unwrap().lag, 0);
+        assert_eq!(client.streams().await.unwrap().len(), 1);
+        let doctor = Client::builder(&url).schema(schema).doctor().await.unwrap();
+        assert_eq!(doctor.look().await.unwrap(), []);
+    }
+}
