@@ -44,6 +44,10 @@ pub(crate) fn parse(text: &str) -> Option<SystemTime> {
 }
 
 fn within_jiff(text: &str) -> Option<SystemTime> {
+    // jiff would pass over the name of a zone (`[Europe/Berlin]`).
+    if text.contains('[') {
+        return None;
+    }
     let at = match text.parse::<Timestamp>() {
         Ok(at) => at,
         Err(_) => TimeZone::UTC.to_timestamp(text.parse::<DateTime>().ok()?).ok()?,

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::thread;
 
@@ -101,13 +102,19 @@ impl Source {
     pub(crate) fn start(self, payload_type: PayloadType) -> mpsc::Receiver<Result<Batch, Failure>> {
         let (batches, receiver) = mpsc::channel(QUEUE);
         thread::spawn(move || {
-            let ended = match self.input {
+            // A file that is damaged may make the Parquet reader panic, and that is not its end.
+            let ended = catch_unwind(AssertUnwindSafe(|| match self.input {
                 Input::Lines(lines, first) => {
                     send_lines(lines, first, self.about.is_some(), payload_type, &batches)
                 }
                 Input::Rows(reader) => send_rows(*reader, &batches),
+            }));
+            let damaged = |_| {
+                let text = "the file cannot be read any further: it is damaged";
+                Err(Failure::failed("invalid_file", text)
+                    .hint("What came before is stored, and told of. Export it again."))
             };
-            if let Err(failure) = ended {
+            if let Err(failure) = ended.unwrap_or_else(damaged) {
                 // Nobody listens when the command has ended for another reason.
                 let _ = batches.blocking_send(Err(failure));
             }
@@ -125,7 +132,7 @@ fn send_lines(
     payload_type: PayloadType,
     batches: &Batches,
 ) -> Result<(), Failure> {
-    let (mut number, mut position, mut bytes, mut messages) = (0, 0, 0, 0);
+    let (mut number, mut position, mut bytes, mut messages, mut last) = (0, 0, 0, 0, 0);
     let mut batch = Batch::default();
     loop {
         let read = match first.take() {
@@ -164,7 +171,8 @@ fn send_lines(
                 let _ = send(&mut batch, batches);
                 return Err(invalid("it comes after the last line of the export"));
             }
-            Ok(Line::Message(message)) => {
+            Ok(Line::Message(message)) if message.id > last => {
+                last = message.id;
                 batch.messages.push(*message);
                 batch.places.push(number);
                 messages += 1;
@@ -182,6 +190,7 @@ fn send_lines(
                         "the export has {} messages, and {messages} came before this line",
                         end.messages
                     )),
+                    Ok(Line::Message(message)) => invalid(&out_of_order(message.id, last)),
                     Ok(_) => invalid("another export begins here: import one file at a time"),
                     Err(reason) => invalid(&reason),
                 });
@@ -198,14 +207,26 @@ fn send_lines(
 }
 
 fn send_rows(mut reader: Reader, batches: &Batches) -> Result<(), Failure> {
-    let mut number = 0;
+    let (mut number, mut last) = (0, 0);
+    let total = reader.rows();
     loop {
         let messages = reader.next(MESSAGES).map_err(|error| {
             let text = format!("after row {number}: {}", said(&error));
             Failure::failed("invalid_row", text).detail("row", number)
         })?;
+        if messages.is_empty() && number < total {
+            let text = format!("the file has {total} rows, and ends after row {number}");
+            return Err(Failure::failed("cut_off", text));
+        }
         if messages.is_empty() {
             return Ok(());
+        }
+        for (row, message) in (number + 1..).zip(&messages) {
+            if message.id <= last {
+                let text = format!("row {row}: {}", out_of_order(message.id, last));
+                return Err(Failure::failed("invalid_row", text).detail("row", row));
+            }
+            last = message.id;
         }
         let places = (number + 1..).take(messages.len()).collect();
         number += messages.len() as u64;
@@ -213,6 +234,14 @@ fn send_rows(mut reader: Reader, batches: &Batches) -> Result<(), Failure> {
         if send(&mut batch, batches).is_err() {
             return Ok(());
         }
+    }
+}
+
+/// Where ids do not ascend, an import could not go on where it ended.
+fn out_of_order(id: i64, last: i64) -> String {
+    match last {
+        0 => format!("ids begin at 1, and this one is {id}"),
+        _ => format!("ids ascend, and id {id} comes after {last}"),
     }
 }
 

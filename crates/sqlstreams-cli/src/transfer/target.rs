@@ -18,6 +18,8 @@ pub(crate) struct NewFile {
     file: Option<BufWriter<File>>,
     temporary: PathBuf,
     name: PathBuf,
+    /// Whether one of that name may be there.
+    replace: bool,
 }
 
 impl NewFile {
@@ -30,6 +32,12 @@ impl NewFile {
             )
             .hint("Choose another name, or pass --overwrite.")
             .into());
+        }
+        if name.metadata().is_ok_and(|found| !found.is_file()) {
+            let text = format!("{} is no file that could be replaced", name.display());
+            return Err(Failure::failed("file_exists", text)
+                .hint("Leave --output out, and redirect stdout.")
+                .into());
         }
         let Some(file_name) = name.file_name() else {
             let text = format!("{} is no name of a file", name.display());
@@ -45,6 +53,7 @@ impl NewFile {
             file: Some(BufWriter::with_capacity(BUFFER, file)),
             temporary,
             name: name.to_owned(),
+            replace,
         })
     }
 
@@ -55,7 +64,12 @@ impl NewFile {
         if let Some(file) = file {
             let synced = file.into_inner().map_err(io::IntoInnerError::into_error);
             let synced = synced.and_then(|file| file.sync_all());
-            let renamed = synced.and_then(|()| fs::rename(&self.temporary, &self.name));
+            // Somebody may have made one of that name meanwhile.
+            let renamed = synced.and_then(|()| match self.replace {
+                true => fs::rename(&self.temporary, &self.name),
+                false => fs::hard_link(&self.temporary, &self.name)
+                    .and_then(|()| fs::remove_file(&self.temporary)),
+            });
             if renamed.is_err() {
                 let _ = fs::remove_file(&self.temporary);
             }

@@ -205,7 +205,7 @@ fn what_the_server_refuses_is_named_by_its_line_too() {
         .assert_error(1, &["line 1:", "tombstones"]);
     bench
         .run_with(&["stream", "import", "b"], (line(2, "1") + &line(1, "1")).as_bytes())
-        .assert_error(2, &["lines 1 to 2:", "ascend"]);
+        .assert_error(1, &["line 2:", "ids ascend, and id 1 comes after 2"]);
     bench.run_with(&["stream", "import", "b", "--keep-ids"], line(7, "1").as_bytes()).assert_ok();
     bench
         .run_with(&["stream", "import", "b", "--keep-ids"], line(7, "2").as_bytes())
@@ -214,7 +214,7 @@ fn what_the_server_refuses_is_named_by_its_line_too() {
         .run_with(&["stream", "import", "b", "--keep-ids"], line(6, "2").as_bytes())
         .assert_error(1, &["line 1:", "has come to id 7"]);
     bench.run_with(&["stream", "import", "nope"], b"").assert_error(3, &["--create"]);
-    assert_eq!(bench.sql("SELECT count(*) FROM sqlstreams.message_log_2"), "1");
+    assert_eq!(bench.sql("SELECT count(*) FROM sqlstreams.message_log_2"), "2");
 }
 
 #[test]
@@ -401,4 +401,62 @@ fn a_closed_pipe_is_no_failure() {
     out.read_line(&mut line).unwrap();
     drop(out);
     assert!(child.wait().unwrap().success());
+}
+
+/// A file whose bytes were changed is imported whole or refused, never in part with success.
+#[test]
+fn a_damaged_parquet_file_is_no_shorter_one() {
+    let (bench, folder) = (Bench::with_orders(&"1\n".repeat(300)), Folder::new());
+    let (whole, damaged) = (folder.path("whole.parquet"), folder.path("damaged.parquet"));
+    bench.ok(&["stream", "export", "orders", "--output", &whole]);
+    let bytes = fs::read(&whole).unwrap();
+    let mut refused = 0;
+    for round in 0..60 {
+        let mut changed = bytes.clone();
+        let at = (round * 7919 + 13) % changed.len();
+        changed[at] ^= 0x55;
+        fs::write(&damaged, &changed).unwrap();
+        let name = format!("s{round}");
+        let ran = bench.run(&["stream", "import", &name, &damaged, "--create", "--json"]);
+        match ran.code {
+            0 => {
+                let told: Value = serde_json::from_slice(&ran.stdout).unwrap();
+                assert_eq!(told["stored"], 300, "byte {at}: {told}");
+            }
+            code => {
+                assert!(matches!(code, 1 | 2), "byte {at}: {code:?} {}", ran.stderr);
+                refused += 1;
+            }
+        }
+    }
+    assert!(refused > 10, "only {refused} were refused");
+}
+
+#[test]
+fn ids_have_to_ascend_through_the_whole_file() {
+    let bench = Bench::with_orders("1\n");
+    let line = |id: i64| {
+        format!("{{\"id\":{id},\"produced_at\":\"2026-01-01T00:00:00Z\",\"payload\":1}}\n")
+    };
+    for (ids, said) in [
+        (vec![0], "line 1: ids begin at 1, and this one is 0"),
+        (vec![-5, 1], "line 1: ids begin at 1"),
+        (vec![10, 2], "line 2: ids ascend, and id 2 comes after 10"),
+        ((2001..3001).chain(1..1001).collect(), "line 1001: ids ascend, and id 1 comes after 3000"),
+    ] {
+        let lines: String = ids.into_iter().map(line).collect();
+        let ran = bench.run_with(&["stream", "import", "orders"], lines.as_bytes());
+        ran.assert_error(1, &[said]);
+    }
+}
+
+#[test]
+fn special_files_and_names_that_are_taken_meanwhile_are_left_alone() {
+    let (bench, folder) = (Bench::with_orders("1\n2\n"), Folder::new());
+    let args = ["stream", "export", "orders", "--output", "/dev/null", "--overwrite"];
+    bench.run(&args).assert_error(1, &["/dev/null is no file", "redirect stdout"]);
+    let name = folder.path("x.jsonl");
+    bench.ok(&["stream", "export", "orders", "--output", &name]);
+    bench.ok(&["stream", "export", "orders", "--output", &name, "--overwrite"]);
+    assert_eq!(folder.names(), ["x.jsonl"]);
 }

@@ -13,11 +13,19 @@ BEGIN
     END IF;
 END $$;
 
+CREATE OR REPLACE FUNCTION refuse_without_cursor(p_group bigint) RETURNS void
+LANGUAGE plpgsql STABLE AS $$
+BEGIN
+    RAISE EXCEPTION 'group % has no cursor: its row is missing', (SELECT quote_ident(name) FROM consumer_group WHERE id = p_group)
+        USING ERRCODE = 'SQ016', HINT = 'Ask `sqlstreams doctor`. A restore has left it out, or somebody has deleted it.';
+END $$;
+
 -- Locks and returns the cursor. The lock is the group's mutex: every claim goes through it.
 CREATE OR REPLACE FUNCTION lock_cursor(p_stream bigint, p_group bigint) RETURNS group_cursor
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    c group_cursor;
+    c     group_cursor;
+    tries int := 0;
 BEGIN
     PERFORM require_tables(p_stream);
     LOOP
@@ -27,6 +35,11 @@ BEGIN
         EXIT WHEN c.generation IS NOT NULL;
         -- Nothing: the row was rotated while we waited for it (look again), or the group is gone.
         PERFORM require_group(p_stream, p_group);
+        tries := tries + 1;
+        IF tries > 20 THEN
+            PERFORM refuse_without_cursor(p_group);
+        END IF;
+        PERFORM pg_sleep(0.001 * tries);
     END LOOP;
     RETURN c;
 END $$;

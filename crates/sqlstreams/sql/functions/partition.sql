@@ -138,7 +138,7 @@ BEGIN
     -- Ids may have been drawn for partitions that were left out when the head ran away: for a few of them whoever has such an id still gets room.
     SELECT number + 1 INTO first FROM log_partition WHERE stream_id = p_stream AND number <= current ORDER BY number DESC LIMIT 1;
     FOR wanted IN
-        SELECT n FROM generate_series(greatest(coalesce(first, current), current - 8), least(current + ahead, last_partition(s.partition_size))) AS n
+        SELECT n FROM generate_series(greatest(least(coalesce(first, current), current), current - 8), least(current + ahead, last_partition(s.partition_size))) AS n
         WHERE to_regclass(format('%I', 'message_log_' || p_stream || '_p' || n)) IS NULL
         ORDER BY n LIMIT greatest(p_most, 1)
     LOOP

@@ -43,11 +43,30 @@ END $$;
 CREATE OR REPLACE FUNCTION retention_min_age() RETURNS interval
 LANGUAGE sql IMMUTABLE AS $$ SELECT interval '1 minute' $$;
 
+-- Whether the partitions above one hold p_count ids. Where ids were left out (doctor.sql, import.sql) there are none, so it goes by the first and the last message of each, from the
+-- newest on: no more than it takes.
+CREATE OR REPLACE FUNCTION are_newer(p_stream bigint, p_number bigint, p_head bigint, p_count bigint) RETURNS boolean
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    leaf   text;
+    ids    bigint;
+    newer  bigint := 0;
+BEGIN
+    FOR leaf IN SELECT format('%I', 'message_log_' || n.stream_id || '_p' || n.number) FROM log_partition AS n
+                WHERE n.stream_id = p_stream AND n.number > p_number AND n.from_id <= p_head AND n.state = 'attached' ORDER BY n.number DESC LOOP
+        CONTINUE WHEN to_regclass(leaf) IS NULL;
+        EXECUTE format('SELECT coalesce(max(id) - min(id) + 1, 0) FROM %s', leaf) INTO ids;
+        newer := newer + ids;
+        EXIT WHEN newer >= p_count;
+    END LOOP;
+    RETURN newer >= p_count;
+END $$;
+
 -- Whether a limit wants a sealed partition gone, but for retain_resolved. p_newer: the bytes of the sealed partitions above it.
 CREATE OR REPLACE FUNCTION beyond_limits(s stream, p log_partition, p_head bigint, p_newer numeric, p_now timestamptz) RETURNS boolean
-LANGUAGE sql IMMUTABLE AS $$
+LANGUAGE sql STABLE AS $$
     SELECT coalesce(p.sealed_at <= p_now - retention_min_age(), false)
-       AND (coalesce(p.sealed_at <= p_now - s.retain_for, false) OR coalesce(p_head - p.to_id >= s.retain_count, false) OR coalesce(p_newer >= s.retain_bytes, false))
+       AND (coalesce(p.sealed_at <= p_now - s.retain_for, false) OR CASE WHEN p_head - p.to_id >= s.retain_count THEN are_newer(s.id, p.number, p_head, s.retain_count) ELSE false END OR coalesce(p_newer >= s.retain_bytes, false))
 $$;
 
 CREATE OR REPLACE FUNCTION has_retention(s stream) RETURNS boolean

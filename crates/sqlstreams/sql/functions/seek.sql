@@ -60,6 +60,9 @@ BEGIN
 
     IF p_preview THEN
         c := peek_cursor(p_stream, p_group);
+        IF c.generation IS NULL THEN
+            PERFORM refuse_without_cursor(p_group);
+        END IF;
     ELSE
         c := lock_cursor(p_stream, p_group);
         g := require_group(p_stream, p_group);

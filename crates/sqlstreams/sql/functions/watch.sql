@@ -69,12 +69,13 @@ BEGIN
         END IF;
         IF NOT w.deep THEN
             c := peek_cursor(w.stream, w.id);
-            RETURN QUERY SELECT w.id, false, w.head > c.claimed, false, false, false, NULL::boolean, c.claimed, NULL::interval, NULL::bigint[], '{}'::bigint[];
+            -- Without a cursor there is nothing to look at: the claim says so.
+            RETURN QUERY SELECT w.id, false, coalesce(w.head > c.claimed, true), false, false, false, NULL::boolean, coalesce(c.claimed, 0), NULL::interval, NULL::bigint[], '{}'::bigint[];
             CONTINUE;
         END IF;
         SELECT * INTO p FROM poll(w.stream, w.id, coalesce(w.due_from, '-infinity'));
         p.owners := array_remove(p.owners, p_self);
-        RETURN QUERY SELECT w.id, false, p.fresh, p.lapsed, p.due, p.suspect, p.paused, p.claimed, p.next_due, p.owners,
+        RETURN QUERY SELECT w.id, false, coalesce(p.fresh, true), p.lapsed, p.due, p.suspect, p.paused, coalesce(p.claimed, 0), p.next_due, p.owners,
                             CASE WHEN p_self IS NOT NULL AND cardinality(p.owners) > 0 THEN missing_owners(p.owners) ELSE '{}' END;
     END LOOP;
 END $$;

@@ -458,3 +458,73 @@ async fn looking_is_bounded() {
     let many = pages().await;
     assert!(many < few + 150, "{few} pages with 1,500 rows in each table, {many} with 61,500");
 }
+
+/// What the doctor names does not make anybody wait for ever or stop without a word.
+#[tokio::test]
+async fn a_group_without_its_cursor_is_refused_by_name() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let group = stream.group("g").create().await.unwrap();
+    stream.producer().send(&1).await.unwrap();
+    db.batch_execute("DELETE FROM sqlstreams.consumer_group_cursor_1").await.unwrap();
+    let consumed = group.consumer().until_caught_up().run(async |_: sqlstreams::Delivery<u64>| {});
+    let error = consumed.await.unwrap_err();
+    assert!(error.to_string().contains("group g has no cursor"), "{error:?}");
+    assert!(error.hint().unwrap().contains("doctor"), "{error:?}");
+    for error in [
+        group.pause().await.unwrap_err(),
+        group.seek(sqlstreams::Start::Latest).run().await.unwrap_err(),
+        group.seek(sqlstreams::Start::Latest).preview().await.unwrap_err(),
+    ] {
+        assert!(error.to_string().contains("has no cursor"), "{error:?}");
+    }
+}
+
+/// The partition that is written to is gone, and its row is not.
+#[tokio::test]
+async fn a_partition_that_was_dropped_is_made_anew() {
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").partition_size(1000).create().await.unwrap();
+    // In SQL: a producer of the crate would make it by itself.
+    db.batch_execute("INSERT INTO sqlstreams.message_log_1 (payload) VALUES ('1')").await.unwrap();
+    db.batch_execute("DROP TABLE sqlstreams.message_log_1_p0").await.unwrap();
+    let doctor = client.doctor();
+    let found = finding(&doctor).await;
+    assert_eq!(found.code, "partitions_missing");
+    doctor.repair(&found).await.unwrap();
+    assert_eq!(codes(&doctor).await, [""; 0]);
+    stream.producer().send(&2).await.unwrap();
+}
+
+/// Ids that a repair leaves out are no messages: retention by count keeps what it kept, and no partitions are made for them.
+#[tokio::test]
+async fn ids_that_are_left_out_count_for_nothing() {
+    let (client, db) = client().await;
+    let keep = sqlstreams::Retention::forever().keep_count(5_000).drop_unread(true);
+    let stream =
+        client.stream::<u64>("s").partition_size(1000).retention(keep).create().await.unwrap();
+    for _ in 0..9 {
+        let fill = "INSERT INTO sqlstreams.message_log_1 (payload) SELECT to_json(n) FROM generate_series(1, 500) AS n";
+        db.batch_execute(fill).await.unwrap();
+        db.batch_execute("SELECT sqlstreams.ensure_partitions(1)").await.unwrap();
+    }
+    db.batch_execute("DELETE FROM sqlstreams.installation").await.unwrap();
+    let doctor = client.doctor();
+    let found = finding(&doctor).await;
+    assert_eq!(found.code, "restored");
+    doctor.repair(&found).await.unwrap();
+    assert!(stream.info().await.unwrap().head > 1_000_000);
+    for _ in 0..3 {
+        client.maintenance().once().await.unwrap();
+        db.batch_execute(
+            "UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '1 hour'",
+        )
+        .await
+        .unwrap();
+        db.batch_execute("UPDATE sqlstreams.maintenance_step SET next_due = NULL").await.unwrap();
+    }
+    stream.retain().await.unwrap();
+    assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.message_log_1").await, 4_500);
+    let ahead = "SELECT count(*) FROM sqlstreams.log_partition WHERE from_id > 1000000";
+    assert!(count(&db, ahead).await < 20);
+}
