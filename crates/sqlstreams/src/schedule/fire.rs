@@ -260,5 +260,5 @@ fn tell(name: &str, error: &Error) -> String {
 
 pub(super) async fn make_room(client: &Client, stream: i64) -> Result<()> {
     let ensure = &client.inner.queries.ensure_partitions;
-    client.query(ensure, &[&stream, &3_i32], "make partitions").await.map(drop)
+    client.query(ensure, &[&stream, &3_i32, &8_i32], "make partitions").await.map(drop)
 }

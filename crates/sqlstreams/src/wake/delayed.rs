@@ -294,6 +294,6 @@ async fn move_some(client: &Client, stream: i64, from: (Option<SystemTime>, i64)
 
 async fn make_room(client: &Client, stream: i64) -> Result<()> {
     let ensure = &client.inner.queries.ensure_partitions;
-    let params: [&(dyn ToSql + Sync); 2] = [&stream, &None::<i32>];
+    let params: [&(dyn ToSql + Sync); 3] = [&stream, &None::<i32>, &8_i32];
     client.query(ensure, &params, "make partitions").await.map(drop)
 }

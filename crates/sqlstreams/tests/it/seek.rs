@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use sqlstreams::{CancellationToken, Client, Delivery, ErrorKind, Group, Mode, Outgoing, Start};
@@ -41,6 +41,20 @@ async fn is_idle(group: &Group<u64>) -> bool {
     status.resolved == status.head && open == 0 && status.replaying == 0
 }
 
+/// Waits until each message was handled so often, and nothing is left to do.
+async fn settled(what: &str, counts: &Counts, expected: &BTreeMap<i64, u32>, group: &Group<u64>) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while *counts.lock().unwrap() != *expected || !is_idle(group).await {
+        if Instant::now() > deadline {
+            let now = counts.lock().unwrap().clone();
+            let other: Vec<_> = expected.iter().filter(|(id, n)| now.get(id) != Some(n)).collect();
+            let status = group.status().await;
+            panic!("{what}: expected {other:?} of {now:?}, {status:?}");
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// Three consumers follow back and forth: each message above the new place comes exactly once more, and none below it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
 async fn running_consumers_follow_back_and_forth() {
@@ -62,7 +76,7 @@ async fn running_consumers_follow_back_and_forth() {
         let mut random = Rng::new();
         for round in 0..10 {
             // Leases of finished messages are settled within moments.
-            eventually(async || *counts.lock().unwrap() == expected && is_idle(&group).await).await;
+            settled(&format!("{mode} {round}"), &counts, &expected, &group).await;
             let after = random.i64(0..=600);
             let sought = group.seek(Start::Id(after + 1)).run();
             let sought =
@@ -75,7 +89,7 @@ async fn running_consumers_follow_back_and_forth() {
             );
             expected.iter_mut().filter(|(id, _)| **id > after).for_each(|(_, n)| *n += 1);
         }
-        eventually(async || *counts.lock().unwrap() == expected && is_idle(&group).await).await;
+        settled(&format!("{mode}"), &counts, &expected, &group).await;
 
         // In the midst of it all: nothing is lost that lies above the last place.
         for _ in 0..12 {
