@@ -150,9 +150,7 @@ impl<T, C> GroupBuilder<T, C> {
     ///
     /// ```no_run
     /// # async fn f(mails: sqlstreams::Stream<String>) -> sqlstreams::Result<()> {
-    /// use sqlstreams::Outgoing;
-    ///
-    /// mails.producer().send(Outgoing::new(&"welcome".to_owned()).key("tenant-7")).await?;
+    /// mails.producer().send(&"welcome".to_owned()).key("tenant-7").await?;
     /// mails.group("outbox").fair().consumer().concurrency(16).run(async |mail| {
     ///     println!("for {:?}: {}", mail.key, mail.payload);
     /// }).await?;

@@ -18,7 +18,7 @@ use crate::name::shorten;
 /// let nightly = Timetable::cron("30 2 * * *", "Europe/Berlin")?;
 /// let first = nightly.next_after(SystemTime::UNIX_EPOCH).unwrap();
 /// assert_eq!(first, SystemTime::UNIX_EPOCH + Duration::from_secs(90 * 60)); // there it was one o'clock then
-/// # sqlstreams::Result::Ok(())
+/// # Ok::<(), sqlstreams::Error>(())
 /// ```
 ///
 /// # When clocks are changed
