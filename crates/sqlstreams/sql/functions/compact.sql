@@ -8,25 +8,16 @@
 --   * Nothing goes that is younger than p_min_age: a producer may still ask what became of its commit (commit.sql).
 -- Messages are deleted from the leaf partition. Through the parent it would look like a writer, and the fence would wait for it.
 
--- Up to here every group has claimed, nothing is pending in a lease, and nothing is yet to be replayed. In one statement, since a claim moves ids from one to the other. Of an ordered
--- group claimed is the lowest position of its lanes.
+-- Up to here every message is final, and every group has resolved it. Of an ordered group claimed is the lowest position of its lanes.
 CREATE OR REPLACE FUNCTION compact_floor(p_stream bigint) RETURNS bigint
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    settled  bigint := settled_id(p_stream);
-    resolved bigint;
+    settled bigint := settled_id(p_stream);
 BEGIN
     IF settled < log_head(p_stream) THEN
         settled := look_at_gap(p_stream, settled);
     END IF;
-    EXECUTE format(
-        'SELECT min(least(c.claimed, l.lowest - 1, (SELECT min(r.next_id) - 1 FROM unnest(c.replays) AS r)))
-         FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
-         CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
-         WHERE g.stream_id = $1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO resolved USING p_stream;
-    RETURN least(settled, resolved);
+    RETURN least(settled, (resolved_by_groups(p_stream)).resolved);
 END $$;
 
 -- Whoever has this advisory lock compacts the stream; groups are created under a shared one.

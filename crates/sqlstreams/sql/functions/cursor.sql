@@ -84,6 +84,21 @@ BEGIN
     RETURN coalesce(lowest, c.next_seq);
 END $$;
 
+-- How far every group of a stream (or p_group) has resolved, and which is furthest behind; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
+-- What a group is still to be handed out once more (a replay, in the cursor's replays) counts as not resolved.
+CREATE OR REPLACE FUNCTION resolved_by_groups(p_stream bigint, p_group bigint DEFAULT NULL, OUT resolved bigint, OUT group_id bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    EXECUTE format(
+        'SELECT least(c.claimed, l.lowest - 1, r.lowest - 1), g.id
+         FROM consumer_group AS g
+         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
+         CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
+         CROSS JOIN LATERAL (SELECT min(r.next_id) AS lowest FROM unnest(c.replays) AS r) AS r
+         WHERE g.stream_id = $1 AND (g.id = $2 OR $2 IS NULL) ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
+        INTO resolved, group_id USING p_stream, p_group;
+END $$;
+
 -- Whether every message up to p_id is done or dead for the group: nothing of it waits, runs or will be tried again.
 CREATE OR REPLACE FUNCTION is_resolved(p_stream bigint, p_group bigint, p_id bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$

@@ -16,21 +16,6 @@
 --   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as well.
 --   * The parent is locked SHARE UPDATE EXCLUSIVE at most: neither producers nor readers wait, and the fence does not take it for a writer.
 
--- How far every group of a stream (or p_group) has resolved, and which is furthest behind; NULLs without groups. In one statement, since a claim moves ids from the cursor to a lease.
--- What a group is still to be handed out once more (a replay, in the cursor's replays) counts as not resolved.
-CREATE OR REPLACE FUNCTION retention_floor(p_stream bigint, p_group bigint DEFAULT NULL, OUT resolved bigint, OUT group_id bigint)
-LANGUAGE plpgsql VOLATILE AS $$
-BEGIN
-    EXECUTE format(
-        'SELECT least(c.claimed, l.lowest - 1, r.lowest - 1), g.id
-         FROM consumer_group AS g
-         CROSS JOIN LATERAL (SELECT claimed, first_open, replays FROM %I AS c WHERE group_id = g.id ORDER BY generation DESC LIMIT 1) AS c
-         CROSS JOIN LATERAL (SELECT min(lower(pending)) AS lowest FROM %I WHERE group_id = g.id AND seq >= c.first_open) AS l
-         CROSS JOIN LATERAL (SELECT min(r.next_id) AS lowest FROM unnest(c.replays) AS r) AS r
-         WHERE g.stream_id = $1 AND (g.id = $2 OR $2 IS NULL) ORDER BY 1, 2 LIMIT 1', 'consumer_group_cursor_' || p_stream, 'consumer_lease_' || p_stream)
-        INTO resolved, group_id USING p_stream, p_group;
-END $$;
-
 -- The lowest id that is kept, which stays so until the caller's transaction ends: for whoever puts a cursor somewhere, or refers to messages of the log in any other way.
 -- SECURITY DEFINER: for the lock.
 CREATE OR REPLACE FUNCTION hold_first_id(p_stream bigint) RETURNS bigint
@@ -162,7 +147,7 @@ BEGIN
     IF NOT has_retention(s) THEN
         RETURN;
     END IF;
-    SELECT * INTO floor FROM retention_floor(p_stream);
+    SELECT * INTO floor FROM resolved_by_groups(p_stream);
     FOR p IN SELECT * FROM log_partition WHERE stream_id = p_stream AND state = 'attached' ORDER BY number LIMIT p_limit LOOP
         EXIT WHEN p.sealed_at IS NULL OR p.sealed_at > started - retention_min_age() OR p.to_id > settled_id(p_stream)
                -- The one that the head is in would be made anew.
@@ -360,7 +345,7 @@ BEGIN
     IF FOUND THEN
         SELECT h.reason, g.name, h.since, h.detail INTO reason, consumer_group, since, detail FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
         IF h.group_id IS NOT NULL THEN
-            resolved := (retention_floor(p_stream, h.group_id)).resolved;
+            resolved := (resolved_by_groups(p_stream, h.group_id)).resolved;
         END IF;
         RETURN NEXT;
     END IF;

@@ -13,6 +13,7 @@ use super::catch_up::{Plan, Policy, plan};
 use super::timetable::{Timetable, system_time};
 use crate::client::{BEGIN, Client, transact, within};
 use crate::error::{Error, ErrorKind, Result};
+use crate::partitions;
 use crate::wake::Bell;
 
 /// So many schedules are looked at at a time.
@@ -231,8 +232,8 @@ async fn understand(client: &Client, due: &Due, row: &Row) -> Result<Outcome> {
             Outcome::Produced(count)
         }
         "busy" | "early" => Outcome::Busy,
-        "no_room" => match make_room(client, due.stream).await {
-            Ok(()) => Outcome::Again,
+        "no_room" => match partitions::make_few(client, due.stream, Some(3)).await {
+            Ok(_) => Outcome::Again,
             Err(error) if error.is_of_connection() => return Err(error),
             Err(error) => fail(client, due, &error).await?,
         },
@@ -256,9 +257,4 @@ fn tell(name: &str, error: &Error) -> String {
         Some(hint) => format!("{error} ({hint})"),
         None => error.to_string(),
     }
-}
-
-pub(super) async fn make_room(client: &Client, stream: i64) -> Result<()> {
-    let ensure = &client.inner.queries.ensure_partitions;
-    client.query(ensure, &[&stream, &3_i32, &8_i32], "make partitions").await.map(drop)
 }

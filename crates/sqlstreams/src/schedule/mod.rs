@@ -21,6 +21,7 @@ pub use self::timetable::Timetable;
 use crate::client::Client;
 use crate::error::{Error, ErrorKind, Result};
 use crate::name::{check_name, shorten};
+use crate::partitions;
 use crate::stream::existing;
 
 /// A schedule: a message that is produced at certain times. From [`ScheduleBuilder`].
@@ -158,7 +159,7 @@ impl Schedule {
                 Err(error) if error.is_out_of_partitions() && room < 3 => {
                     room += 1;
                     let stream = self.info().await?.stream_id;
-                    fire::make_room(&self.client, stream).await?;
+                    partitions::make_few(&self.client, stream, Some(3)).await?;
                 }
                 answer => return Ok(answer?.get(0)),
             }

@@ -13,6 +13,7 @@ use tokio_postgres::types::ToSql;
 use super::bell::Bell;
 use crate::client::{BEGIN, Client, answered, transact};
 use crate::error::{Error, ErrorKind, Result};
+use crate::partitions;
 
 /// So many messages go in one transaction.
 const MOST: i64 = 2_000;
@@ -66,7 +67,7 @@ pub(crate) async fn move_overdue(client: &Client, stream: i64) -> Result<()> {
                 let text = "partitions are used up as fast as they are made";
                 return Err(Error::new(ErrorKind::Database, text));
             }
-            make_room(client, stream).await?;
+            partitions::make_few(client, stream, None).await?;
         } else if moved.busy {
             tokio::time::sleep(Duration::from_millis(OTHERS_FIRST.start)).await;
         } else if moved.next.is_none_or(|next| next > 0) {
@@ -241,7 +242,7 @@ impl Moving {
             };
             let Some(moved) = moved.filter(|moved| !moved.no_room) else {
                 room += 1;
-                make_room(&self.client, self.stream).await?;
+                partitions::make_few(&self.client, self.stream, None).await?;
                 if room > 3 {
                     return Ok(Some(Instant::now() + TROUBLE));
                 }
@@ -290,10 +291,4 @@ async fn move_some(client: &Client, stream: i64, from: (Option<SystemTime>, i64)
         busy: row.get(5),
         no_room: row.get(6),
     })
-}
-
-async fn make_room(client: &Client, stream: i64) -> Result<()> {
-    let ensure = &client.inner.queries.ensure_partitions;
-    let params: [&(dyn ToSql + Sync); 3] = [&stream, &None::<i32>, &8_i32];
-    client.query(ensure, &params, "make partitions").await.map(drop)
 }
