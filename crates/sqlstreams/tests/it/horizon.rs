@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tokio_postgres::Client as Db;
 
+use crate::buffers::{buffers, usual};
 use crate::plain::{Plain, installed};
 use crate::support::{connect, count, database};
 
@@ -33,33 +34,16 @@ async fn pinned(url: &str, db: &Db) -> Db {
 }
 
 /// The buffers a call reads, on average.
-async fn buffers(db: &Db, call: &str) -> f64 {
-    let mut sum = 0;
+async fn of_calls(db: &Db, call: &str) -> f64 {
+    let mut samples = Vec::new();
     for _ in 0..SAMPLES {
-        sum += buffers_once(db, call).await;
+        samples.push(of_call(db, call).await);
     }
-    sum as f64 / SAMPLES as f64
+    usual(samples)
 }
 
-pub async fn buffers_once(db: &Db, call: &str) -> i64 {
-    let explain = format!(
-        "EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) SELECT * FROM sqlstreams.{call}"
-    );
-    let plan: String = db
-        .simple_query(&explain)
-        .await
-        .unwrap()
-        .into_iter()
-        .find_map(|message| match message {
-            tokio_postgres::SimpleQueryMessage::Row(row) => row.get(0).map(str::to_owned),
-            _ => None,
-        })
-        .unwrap();
-    let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
-    ["Shared Hit Blocks", "Shared Read Blocks"]
-        .iter()
-        .map(|field| plan[0]["Plan"][field].as_i64().unwrap())
-        .sum()
+pub async fn of_call(db: &Db, call: &str) -> i64 {
+    buffers(db, &format!("SELECT * FROM sqlstreams.{call}")).await
 }
 
 /// Runs statements over and over on the server, each round in transactions of its own.
@@ -119,12 +103,12 @@ async fn claims_and_settlements_read_no_more_than_before() {
 async fn over_a_cycle(plain: &Plain, calls: &[String], step: &str, keep: uuid::Uuid) -> Vec<f64> {
     const POINTS: i64 = 6;
     const TIMES: i64 = 20;
-    let mut sums = vec![0; calls.len()];
+    let mut samples = vec![Vec::new(); calls.len()];
     for _ in 0..POINTS {
         repeat(&plain.db, 1_000 / POINTS, step).await;
-        for (call, sum) in calls.iter().zip(&mut sums) {
+        for (call, samples) in calls.iter().zip(&mut samples) {
             for _ in 0..TIMES {
-                *sum += buffers_once(&plain.db, call).await;
+                samples.push(of_call(&plain.db, call).await);
             }
         }
         // What `advance` left behind.
@@ -135,7 +119,7 @@ async fn over_a_cycle(plain: &Plain, calls: &[String], step: &str, keep: uuid::U
         );
         plain.db.batch_execute(&sql).await.unwrap();
     }
-    sums.into_iter().map(|sum| sum as f64 / (POINTS * TIMES) as f64).collect()
+    samples.into_iter().map(usual).collect()
 }
 
 /// Exceptions are claimed with the bound that callers pass, and settled by their key.
@@ -198,21 +182,16 @@ async fn exception_buffers(plain: &Plain) -> (f64, f64) {
             "claim_exceptions(1, {}, '{token}', 1, false, (SELECT due FROM bound), NULL::json)",
             plain.group
         );
-        claims.push(buffers_once(&plain.db, &claim).await);
+        claims.push(of_call(&plain.db, &claim).await);
         let sql = format!("SELECT message_id FROM {} WHERE lease_id = $1", plain.exceptions());
         let id: i64 = plain.db.query_one(&sql, &[&token]).await.unwrap().get(0);
         let settle = format!(
             "settle_exceptions(1, {}, '{{{token}}}', '{{{id}}}', '{{ok}}', '{{x}}')",
             plain.group
         );
-        settlements.push(buffers_once(&plain.db, &settle).await);
+        settlements.push(of_call(&plain.db, &settle).await);
     }
-    // In the middle: when a table was just analyzed, one call reads the whole catalogue.
-    let middle = |mut all: Vec<i64>| {
-        all.sort_unstable();
-        all[all.len() / 2] as f64
-    };
-    (middle(claims), middle(settlements))
+    (usual(claims), usual(settlements))
 }
 
 /// A gap that is looked at again and again, behind a producer that does not end.
@@ -239,9 +218,9 @@ async fn looks_at_a_gap_read_no_more_than_before() {
         )
         .await
         .unwrap();
-    let before = buffers(&plain.db, "look()").await;
+    let before = of_calls(&plain.db, "look()").await;
     repeat(&plain.db, calls() / 3, "PERFORM sqlstreams.look();").await;
-    let after = buffers(&plain.db, "look()").await;
+    let after = of_calls(&plain.db, "look()").await;
     assert_flat("look_at_gap", before, after);
     assert_eq!(count(&plain.db, "SELECT count(*) FROM sqlstreams.stream_fence").await, 1);
     let rotated = count(&plain.db, "SELECT max(generation) FROM sqlstreams.stream_fence").await;
@@ -274,14 +253,14 @@ async fn a_lease_of_lanes_that_lives_long_is_not_left_behind() {
         ["poll(1, 1)".to_owned(), call(&one, "'{\"{}\"}'", "'{f}'", 0, "gen_random_uuid()")];
     // Over the time in which it is left behind and moved up.
     let cycle = async || {
-        let mut sums = [0; 2];
+        let mut samples = [const { Vec::new() }; 2];
         for _ in 0..10 {
             repeat(&plain.db, 103, &step).await;
-            for (call, sum) in measured.iter().zip(&mut sums) {
-                *sum += buffers_once(&plain.db, call).await;
+            for (call, samples) in measured.iter().zip(&mut samples) {
+                samples.push(of_call(&plain.db, call).await);
             }
         }
-        sums.map(|sum| sum as f64 / 10.0)
+        samples.map(usual)
     };
     let before = cycle().await;
     repeat(&plain.db, calls(), &step).await;
@@ -329,10 +308,10 @@ async fn replays_and_rereading_read_no_more_than_before() {
     ] {
         plain.db.batch_execute(&begin).await.unwrap();
         repeat(&plain.db, 300, &step).await;
-        let before = buffers(&plain.db, &advance).await;
+        let before = of_calls(&plain.db, &advance).await;
         plain.db.batch_execute(&settle).await.unwrap();
         repeat(&plain.db, calls(), &step).await;
-        let after = buffers(&plain.db, &advance).await;
+        let after = of_calls(&plain.db, &advance).await;
         plain.db.batch_execute(&settle).await.unwrap();
         assert_flat(what, before, after);
         plain.db.query("SELECT sqlstreams.cancel_replay(1, $1)", &[&group]).await.unwrap();

@@ -9,6 +9,7 @@ mod batches;
 mod binding_limits;
 mod binding_versions;
 mod bindings;
+mod buffers;
 mod child;
 mod compacted;
 mod compaction;

@@ -1,0 +1,26 @@
+//! What a statement reads, in buffers of the server, which do not depend on the machine.
+
+use tokio_postgres::{Client, SimpleQueryMessage};
+
+/// The buffers that one statement reads.
+pub async fn buffers(db: &Client, sql: &str) -> i64 {
+    let explain = format!("EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) {sql}");
+    let answer = db.simple_query(&explain).await.unwrap();
+    let plan = answer.iter().find_map(|message| match message {
+        SimpleQueryMessage::Row(row) => row.get(0),
+        _ => None,
+    });
+    let plan: serde_json::Value = serde_json::from_str(plan.unwrap()).unwrap();
+    let read = |kind: &str| plan[0]["Plan"][kind].as_i64().unwrap();
+    read("Shared Hit Blocks") + read("Shared Read Blocks")
+}
+
+/// The average of those that did not read the whole catalogue as well. That is some 2,000 buffers, whatever the
+/// statement; it happens in the first call of a session, after a vacuum, and whenever other sessions, also of other
+/// databases, change so much of the catalogue at once that the server tells this one to forget what it knew.
+pub fn usual(mut samples: Vec<i64>) -> f64 {
+    samples.sort_unstable();
+    let middle = samples[samples.len() / 2];
+    samples.retain(|sample| *sample < middle + 1_000);
+    samples.iter().sum::<i64>() as f64 / samples.len() as f64
+}
