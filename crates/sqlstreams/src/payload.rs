@@ -285,14 +285,27 @@ impl ToSql for Payload {
     to_sql_checked!();
 }
 
+/// A payload where it lies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Raw<'a>(pub(crate) &'a [u8]);
+
+impl<'a> FromSql<'a> for Raw<'a> {
+    fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn StdError + Sync + Send>> {
+        match (ty, raw.split_first()) {
+            (&Type::JSONB, Some((&JSONB_VERSION, rest))) => Ok(Self(rest)),
+            (&Type::JSONB, _) => Err("unknown version of the binary form of jsonb".into()),
+            _ => Ok(Self(raw)),
+        }
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        <Payload as ToSql>::accepts(ty)
+    }
+}
+
 impl<'a> FromSql<'a> for Payload {
     fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn StdError + Sync + Send>> {
-        let bytes = match (ty, raw.split_first()) {
-            (&Type::JSONB, Some((&JSONB_VERSION, rest))) => rest,
-            (&Type::JSONB, _) => return Err("unknown version of the binary form of jsonb".into()),
-            _ => raw,
-        };
-        Ok(Self(bytes.to_vec()))
+        Ok(Self(Raw::from_sql(ty, raw)?.0.to_vec()))
     }
 
     fn from_sql_null(_: &Type) -> Result<Self, Box<dyn StdError + Sync + Send>> {

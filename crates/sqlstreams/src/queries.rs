@@ -156,6 +156,7 @@ queries! {
         read_log: [INT8, INT8, INT8, INT8, INT8],
         list_delayed: [TIMESTAMPTZ, INT8, INT8],
         fetch: [INT8, INT8, UUID, INT8, INT8, INT8],
+        fetch_range: [INT8, UUID, INT8, INT8, INT8],
         fetch_messages: [INT8, INT8_ARRAY, INT8, INT8],
         read_messages: [INT8_ARRAY],
         // Of compacted streams.
