@@ -43,6 +43,15 @@ pub(crate) fn parse(text: &str) -> Option<SystemTime> {
     (at < infinity()).then_some(at)
 }
 
+/// What [`text`] writes, the infinities too.
+pub(crate) fn parse_stored(text: &str) -> Option<SystemTime> {
+    match text {
+        "infinity" => Some(infinity()),
+        "-infinity" => Some(before_all()),
+        _ => parse(text),
+    }
+}
+
 fn within_jiff(text: &str) -> Option<SystemTime> {
     // jiff would pass over the name of a zone (`[Europe/Berlin]`).
     if text.contains('[') {
@@ -58,6 +67,11 @@ fn within_jiff(text: &str) -> Option<SystemTime> {
 /// What the driver makes of PostgreSQL's infinity.
 pub(crate) fn infinity() -> SystemTime {
     SystemTime::UNIX_EPOCH + EPOCH + Duration::from_micros(i64::MAX.unsigned_abs())
+}
+
+/// The same of -infinity.
+pub(crate) fn before_all() -> SystemTime {
+    SystemTime::UNIX_EPOCH + EPOCH - Duration::from_micros(i64::MIN.unsigned_abs())
 }
 
 #[cfg(test)]
@@ -96,7 +110,11 @@ mod tests {
             assert_eq!(parse(wrong), None, "{wrong}");
         }
         assert_eq!(text(infinity(), 6), "infinity");
-        let before = SystemTime::UNIX_EPOCH + EPOCH - Duration::from_micros(1 << 63);
-        assert_eq!(text(before, 6), "-infinity");
+        assert_eq!(text(before_all(), 6), "-infinity");
+        for at in [infinity(), before_all()] {
+            assert_eq!(parse_stored(&text(at, 6)), Some(at));
+            // Nobody names them in an option.
+            assert_eq!(parse(&text(at, 6)), None);
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::Context as _;
-use sqlstreams::Client;
+use sqlstreams::{Client, ErrorKind};
 use sqlstreams_dev::{Cluster, Persistent, Programs};
 use tokio::task::spawn_blocking;
 
@@ -144,6 +144,28 @@ impl Context {
     pub(crate) async fn writer(&self) -> anyhow::Result<Client> {
         let url = self.database_url().await?;
         Ok(Client::builder(&url).schema(self.schema()).connect().await?)
+    }
+
+    /// A client of that database that may write: an older schema is brought up to date first, and a schema that is not there is refused. For commands
+    /// that work with what exists: where its name was mistyped, they would find an empty installation of their own making.
+    pub(crate) async fn updated(&self) -> anyhow::Result<Client> {
+        let url = self.database_url().await?;
+        let builder = || Client::builder(&url).schema(self.schema());
+        match builder().migrate(false).connect().await {
+            Ok(client) => {
+                client.migrate().await?;
+                Ok(client)
+            }
+            Err(error) if error.kind() == ErrorKind::SchemaMismatch => {
+                Ok(builder().connect().await?)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The same for commands that make what they are told to: where there is nothing, the schema is installed if `install`.
+    pub(crate) async fn updated_or(&self, install: bool) -> anyhow::Result<Client> {
+        if install { self.writer().await } else { self.updated().await }
     }
 
     /// A client of that database for looking: installs nothing, and is content with a standby.

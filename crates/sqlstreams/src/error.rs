@@ -325,7 +325,7 @@ impl Error {
     /// No connection of the pool came free.
     pub(crate) fn no_connection(doing: &str, target: &str) -> Self {
         Self::new(ErrorKind::Connection, format!("no connection to {target} in time to {doing}"))
-            .with_hint("The pool is exhausted; raise pool_size, or look at what takes so long.")
+            .with_hint("The pool is exhausted: look at what takes so long, or give the client a larger one.")
     }
 
     /// No connection came about: whatever the reason, it is trouble with the connection.

@@ -8,6 +8,7 @@ use crate::backoff::Backoff;
 use crate::client::{BEGIN, transact_typed};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Encoded, Headers, Meta, holds_nul};
+use crate::moment::Moment;
 use crate::name::check_name;
 use crate::payload::{Codec, Payload};
 use crate::produce::invalid;
@@ -199,8 +200,9 @@ async fn store<T>(
     let routing_keys: Vec<Option<&str>> =
         encoded.iter().map(|m| m.routing_key.as_deref()).collect();
     let headers: Vec<Option<&str>> = encoded.iter().map(|m| m.headers.as_deref()).collect();
-    let produced_at: Vec<_> = records.iter().map(|r| r.produced_at).collect();
-    let expires_at: Vec<_> = records.iter().map(|r| r.expires_at).collect();
+    let produced_at: Vec<Moment> = records.iter().map(|r| Moment(r.produced_at)).collect();
+    let expires_at: Vec<Option<Moment>> =
+        records.iter().map(|r| r.expires_at.map(Moment)).collect();
     let payloads: Vec<Option<&Payload>> = encoded.iter().map(|m| m.payload.as_ref()).collect();
     let params: [&(dyn ToSql + Sync); 10] = [
         &stream.id,

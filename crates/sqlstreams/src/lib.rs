@@ -88,6 +88,7 @@ mod import;
 mod maintain;
 mod message;
 mod migrate;
+mod moment;
 mod name;
 mod outcome;
 mod partitions;

@@ -26,7 +26,8 @@ pub struct Record<T> {
     pub routing_key: Option<String>,
     /// Headers: the text of a JSON object, so that no number loses digits. See [`headers`](Self::headers).
     pub headers: Option<String>,
-    /// When it was inserted, by the clock of the database that it is from.
+    /// When it was inserted, by the clock of the database that it is from. PostgreSQL's infinities, which somebody's own SQL may have stored, are the first
+    /// and the last of its times, as the driver reads them.
     pub produced_at: SystemTime,
     /// From when on nobody gets it any more.
     pub expires_at: Option<SystemTime>,
@@ -96,7 +97,7 @@ impl<T, C: Codec<T>> Stream<T, C> {
     ///
     /// # Errors
     /// [`InvalidMessage`](ErrorKind::InvalidMessage) for a payload that cannot be decoded,
-    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a limit of 0, or the database's.
+    /// [`InvalidArgument`](ErrorKind::InvalidArgument) for a limit of 0, or where `upto` is below `after`; or the database's.
     pub async fn read_log(&self, after: i64, upto: i64, limit: u32) -> Result<LogPage<T>> {
         let read = &self.inner.queries.read_log;
         let params: [&(dyn ToSql + Sync); 5] =

@@ -8,9 +8,10 @@ use crate::context::Context;
 use crate::output::{print, print_json};
 
 const AFTER_HELP: &str = "\
-`produce`, `consume` and `stream create` do this by themselves. Run it first where they may not:
-with a role that may create a schema, say, before a service starts with a lesser one. Any number
-of processes may run it at once.
+`stream create`, and `produce` and `stream import` with --create, install the schema by themselves;
+these and other commands that write to streams bring an older one up to date. Run it first where
+they may not: with a role that may create a schema, say, before a service starts with a lesser one.
+Any number of processes may run it at once.
 
 Examples:
   sqlstreams migrate

@@ -156,14 +156,11 @@ pub(crate) fn parse(line: &[u8], payload_type: PayloadType) -> Result<Line, Stri
     let id = fields.id.ok_or("it has no \"id\"")?;
     let produced_at = fields.produced_at.take().ok_or("it has no \"produced_at\"")?;
     let time = |name: &str, text: &str| {
-        calendar::parse(text).ok_or_else(|| format!("{name:?} is no time: {text:?}"))
+        calendar::parse_stored(text).ok_or_else(|| format!("{name:?} is no time: {text:?}"))
     };
     let mut record = Record::new(id, time("produced_at", &produced_at)?, None);
-    record.expires_at = match fields.expires_at.as_deref() {
-        Some("infinity") => Some(calendar::infinity()),
-        Some(text) => Some(time("expires_at", text)?),
-        None => None,
-    };
+    let expires_at = fields.expires_at.as_deref();
+    record.expires_at = expires_at.map(|text| time("expires_at", text)).transpose()?;
     record.payload = fields.take_payload(payload_type)?;
     record.key = fields.key;
     record.routing_key = fields.routing_key;
@@ -334,13 +331,19 @@ mod tests {
                 .prop_flat_map(|t| (Just(t), any_payload(t))),
         ) {
             let offset = Duration::from_micros(produced_at.unsigned_abs());
-            let at = if produced_at < 0 { SystemTime::UNIX_EPOCH - offset } else { SystemTime::UNIX_EPOCH + offset };
+            let at = match produced_at {
+                _ if produced_at % 7 == 0 => calendar::infinity(),
+                _ if produced_at % 7 == 1 => calendar::before_all(),
+                0.. => SystemTime::UNIX_EPOCH + offset,
+                _ => SystemTime::UNIX_EPOCH - offset,
+            };
             let mut record = Record::new(id, at, Some(payload).filter(|_| !tombstone));
             record.key = key;
             record.routing_key = routing_key;
             record.headers = header.map(|h| format!("{{\"h\": {}, \"n\": 1.10}}", serde_json::to_string(&h).unwrap_or_default()));
             record.expires_at = expires.map(|us| match us % 5 {
                 0 => calendar::infinity(),
+                1 => calendar::before_all(),
                 _ => SystemTime::UNIX_EPOCH + Duration::from_micros(u64::from(us)),
             });
             let mut line = Vec::new();

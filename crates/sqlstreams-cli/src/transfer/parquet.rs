@@ -147,11 +147,14 @@ enum Cells {
     Bytes(ColumnReaderImpl<ByteArrayType>, i16),
 }
 
-/// Whether a file begins as Parquet files do.
+/// What Parquet files begin with.
+pub(crate) const MAGIC: [u8; 4] = *b"PAR1";
+
+/// Whether a file begins so.
 pub(crate) fn is_parquet(path: &Path) -> bool {
     use std::io::Read;
     let mut magic = [0; 4];
-    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == *b"PAR1"
+    File::open(path).and_then(|mut file| file.read_exact(&mut magic)).is_ok() && magic == MAGIC
 }
 
 impl Reader {
@@ -316,10 +319,15 @@ fn read<T: DataType>(
         .collect())
 }
 
-/// Microseconds since 1970; PostgreSQL's infinity is the last. Its calendar counts from 2000, and so goes on for 30 years longer.
+/// What is written for -infinity, as DuckDB does.
+const BEFORE_ALL: i64 = -i64::MAX;
+
+/// Microseconds since 1970; PostgreSQL's infinities are the last ones. Its calendar counts from 2000, and so goes on for 30 years longer.
 fn to_micros(at: SystemTime) -> Result<i64> {
     if at >= calendar::infinity() {
         return Ok(i64::MAX);
+    } else if at <= calendar::before_all() {
+        return Ok(BEFORE_ALL);
     }
     let micros = match at.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(after) => i64::try_from(after.as_micros()).ok().filter(|us| *us < i64::MAX),
@@ -335,6 +343,7 @@ fn from_micros(micros: i64) -> SystemTime {
     let offset = Duration::from_micros(micros.unsigned_abs());
     match micros {
         i64::MAX => calendar::infinity(),
+        ..=BEFORE_ALL => calendar::before_all(),
         0.. => SystemTime::UNIX_EPOCH + offset,
         _ => SystemTime::UNIX_EPOCH - offset,
     }

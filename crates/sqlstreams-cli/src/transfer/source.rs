@@ -1,7 +1,7 @@
 //! Where an import reads from: lines of a file or of stdin, or a Parquet file, in batches, in a thread of its own.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::thread;
@@ -11,7 +11,7 @@ use sqlstreams::{PayloadType, Record};
 use tokio::sync::mpsc;
 
 use super::line::{self, End, Line};
-use super::parquet::{Reader, is_parquet};
+use super::parquet::{MAGIC, Reader, is_parquet};
 use super::{About, FORMAT};
 use crate::failure::Failure;
 use crate::output::printable;
@@ -49,19 +49,28 @@ pub(crate) struct Source {
 
 enum Input {
     /// What was read of it already, and the rest.
-    Lines(Box<dyn BufRead + Send>, Option<Vec<u8>>),
+    Lines(Box<dyn BufRead + Send>, First),
     Rows(Box<Reader>),
+}
+
+/// The first line that is not blank, and what comes before it.
+struct First {
+    line: Vec<u8>,
+    blank_lines: u64,
+    blank_bytes: u64,
 }
 
 impl Source {
     /// `-` is stdin. Reads as much as tells what stream the messages are from.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         if path.as_os_str() == "-" {
-            return Self::of_lines(Box::new(BufReader::with_capacity(BUFFER, io::stdin())), None);
+            return Self::of_lines(Box::new(io::stdin()), "stdin", None);
         }
         let unreadable = || format!("could not read {}", path.display());
         let file = File::open(path).with_context(unreadable)?;
-        if is_parquet(path) {
+        let about = file.metadata().with_context(unreadable)?;
+        // What is read from a pipe is gone from it.
+        if about.is_file() && is_parquet(path) {
             let odd = |e: ::parquet::errors::ParquetError| {
                 let text = format!("{} cannot be read: {}", path.display(), said(&e));
                 Failure::failed("invalid_file", text)
@@ -74,16 +83,39 @@ impl Source {
                 input: Input::Rows(Box::new(reader)),
             });
         }
-        let total = file.metadata().with_context(unreadable)?;
-        let total = total.is_file().then_some(total.len());
-        Self::of_lines(Box::new(BufReader::with_capacity(BUFFER, file)), total)
+        let total = about.is_file().then_some(about.len());
+        Self::of_lines(Box::new(file), &path.display().to_string(), total)
     }
 
-    fn of_lines(mut lines: Box<dyn BufRead + Send>, total: Option<u64>) -> anyhow::Result<Self> {
-        let first = read_line(&mut lines).context("could not read the first line")?;
+    fn of_lines(
+        mut input: Box<dyn Read + Send>,
+        name: &str,
+        total: Option<u64>,
+    ) -> anyhow::Result<Self> {
+        let unreadable = || format!("could not read the first line of {name}");
+        let mut magic = Vec::new();
+        let read = input.by_ref().take(MAGIC.len() as u64).read_to_end(&mut magic);
+        read.with_context(unreadable)?;
+        if magic == MAGIC {
+            let text = format!(
+                "{name} brings a Parquet file, which cannot be read from a pipe: what is in it stands at its end"
+            );
+            return Err(Failure::usage("parquet_from_pipe", text)
+                .hint("Save it, and name the file: `sqlstreams stream import STREAM FILE`.")
+                .into());
+        }
+        let input = Cursor::new(magic).chain(input);
+        let mut lines: Box<dyn BufRead + Send> = Box::new(BufReader::with_capacity(BUFFER, input));
+        let Some(first) = First::read(&mut lines).with_context(unreadable)? else {
+            let text =
+                format!("{name} is empty: it holds no message, and is no export of nothing either");
+            return Err(Failure::failed("empty_input", text)
+                .hint("An export has a first and a last line, with or without messages between them: look at what was to write this one.")
+                .into());
+        };
         // Whatever it is in other respects: the payloads' type is only known from there.
-        let about = match first.as_deref().map(|first| line::parse(first, PayloadType::Json)) {
-            Some(Ok(Line::About(about))) if about.format > FORMAT => {
+        let about = match line::parse(&first.line, PayloadType::Json) {
+            Ok(Line::About(about)) if about.format > FORMAT => {
                 let text = format!(
                     "the file has format {}, later than the {FORMAT} that this program reads",
                     about.format
@@ -92,7 +124,7 @@ impl Source {
                     .hint("Upgrade this program.")
                     .into());
             }
-            Some(Ok(Line::About(about))) => Some(about),
+            Ok(Line::About(about)) => Some(about),
             _ => None,
         };
         Ok(Self { about, total, unit: "line", input: Input::Lines(lines, first) })
@@ -123,19 +155,37 @@ impl Source {
     }
 }
 
+impl First {
+    /// None where there is none.
+    fn read(lines: &mut Box<dyn BufRead + Send>) -> io::Result<Option<Self>> {
+        let (mut blank_lines, mut blank_bytes) = (0, 0);
+        while let Some(line) = read_line(lines)? {
+            if !is_blank(&line) {
+                return Ok(Some(Self { line, blank_lines, blank_bytes }));
+            }
+            blank_lines += 1;
+            blank_bytes += line.len() as u64;
+        }
+        Ok(None)
+    }
+}
+
 type Batches = mpsc::Sender<Result<Batch, Failure>>;
 
 fn send_lines(
     mut lines: Box<dyn BufRead + Send>,
-    mut first: Option<Vec<u8>>,
+    first: First,
     has_about: bool,
     payload_type: PayloadType,
     batches: &Batches,
 ) -> Result<(), Failure> {
-    let (mut number, mut position, mut bytes, mut messages, mut last) = (0, 0, 0, 0, 0);
+    let (mut number, mut position) = (first.blank_lines, first.blank_bytes);
+    let (mut bytes, mut messages, mut last) = (0, 0, 0);
+    let first_number = number + 1;
+    let mut next = Some(first.line);
     let mut batch = Batch::default();
     loop {
-        let read = match first.take() {
+        let read = match next.take() {
             Some(first) => Some(first),
             None => read_line(&mut lines).map_err(|error| {
                 let text = format!("could not read line {}: {error}", number + 1);
@@ -161,7 +211,7 @@ fn send_lines(
             Failure::failed("invalid_line", format!("line {number}: {}", printable(reason, 300)))
                 .detail("line", number)
         };
-        if text.iter().all(u8::is_ascii_whitespace) {
+        if is_blank(&text) {
             continue;
         }
         let parsed = line::parse(&text, payload_type);
@@ -178,8 +228,13 @@ fn send_lines(
                 messages += 1;
                 bytes += text_bytes;
             }
-            Ok(Line::About(_)) if number == 1 => {}
-            Ok(Line::End(end)) if end.messages == messages || !has_about => batch.end = Some(end),
+            Ok(Line::About(_)) if number == first_number => {}
+            // A file without its first line may lack others. Of one that has nothing else, all messages are missing.
+            Ok(Line::End(end))
+                if end.messages == messages || !has_about && number > first_number =>
+            {
+                batch.end = Some(end);
+            }
             wrong => {
                 // What came before it is stored first.
                 if send(&mut batch, batches).is_err() {
@@ -252,6 +307,10 @@ fn send(batch: &mut Batch, batches: &Batches) -> Result<(), ()> {
         true => Ok(()),
         false => batches.blocking_send(Ok(batch)).map_err(drop),
     }
+}
+
+fn is_blank(line: &[u8]) -> bool {
+    line.iter().all(u8::is_ascii_whitespace)
 }
 
 /// With its line feed, but that of the last may be missing. None at the end.

@@ -95,3 +95,41 @@ fn a_lacking_privilege_is_told() {
     let ran = as_role(&["stream", "list", "--json"]).assert_code(4);
     assert_eq!(ran.error()["code"], "permission_denied");
 }
+
+/// A schema whose name was mistyped is not made, but by what makes things.
+#[test]
+fn where_nothing_is_installed_commands_that_work_with_it_say_so() {
+    let bench = Bench::with_orders("1\n");
+    let schemas = "SELECT count(*) FROM pg_namespace WHERE nspname = 'typo'";
+    let commands: [&[&str]; 14] = [
+        &["maintain", "--once"],
+        &["maintain"],
+        &["maintain", "status"],
+        &["consume", "orders", "-g", "g", "--until-caught-up"],
+        &["produce", "orders"],
+        &["stream", "import", "orders"],
+        &["stream", "export", "orders"],
+        &["stream", "export", "orders", "--group", "g"],
+        &["stream", "compact", "orders"],
+        &["stream", "retain", "orders"],
+        &["stream", "list"],
+        &["message", "remove", "orders", "k"],
+        &["schedule", "create", "s", "orders", "--cron", "* * * * *", "--payload", "1"],
+        &["group", "create", "orders", "g"],
+    ];
+    let line = b"{\"id\":1,\"produced_at\":\"2026-03-01T12:00:00Z\",\"payload\":1}\n";
+    for args in commands {
+        let ran = bench.run_with(&[args, &["--schema", "typo"]].concat(), line);
+        let hint = "Run `sqlstreams migrate`, or check the database and the schema name";
+        ran.assert_error(4, &["not installed in schema \"typo\"", hint]);
+        assert_eq!(bench.sql(schemas), "0", "{args:?}");
+    }
+    let made: [&[&str]; 3] = [
+        &["produce", "orders", "--create"],
+        &["stream", "import", "orders", "--create"],
+        &["stream", "create", "orders"],
+    ];
+    for (n, args) in made.into_iter().enumerate() {
+        bench.run_with(&[args, &["--schema", &format!("s{n}")]].concat(), line).assert_ok();
+    }
+}

@@ -25,3 +25,4 @@ mod signals;
 mod streams;
 mod support;
 mod transfer;
+mod transfer_refused;

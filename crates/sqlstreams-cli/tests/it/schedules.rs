@@ -144,3 +144,12 @@ fn tb_128_the_preview_shows_what_becomes_of_the_clocks() {
     run(&mut program(&args), b"").assert_error(2, &["is no hour"]);
     run(&mut program(&["schedule", "next"]), b"").assert_error(2, &["required"]);
 }
+
+#[test]
+fn a_question_mark_is_for_days_and_is_said_to_be() {
+    let bench = Bench::new();
+    let next = |cron| bench.run(&["schedule", "next", "--cron", cron, "--count", "1"]);
+    next("0 4 ? * fri").assert_ok();
+    next("0 4 13 * ?").assert_ok();
+    next("? 4 * * *").assert_error(2, &["\"?\" is no minute", "Write *: ?"]);
+}

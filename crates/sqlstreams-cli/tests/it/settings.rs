@@ -178,3 +178,21 @@ fn a_consumer_says_when_its_group_is_paused_meanwhile() {
     assert!(rest.len() == 1 && rest[0].contains("summary"), "{rest:?}");
     assert!(consumer.wait().unwrap().success());
 }
+
+/// Hints are for whoever reads them here: no arguments of SQL functions.
+#[test]
+fn what_is_out_of_range_is_told_in_words_that_are_no_sql() {
+    let bench = Bench::with_orders("");
+    for (option, value, words) in [
+        ("--retain-for", "1ms", "Without this limit they are kept for ever"),
+        ("--retain-dead-for", "1ms", "Without this limit they are kept for ever"),
+        ("--expire-groups-after", "59m", "let them never expire"),
+        ("--idempotency-window", "1s", "The default, 24 hours"),
+    ] {
+        let ran = bench.run(&["stream", "alter", "orders", option, value]);
+        let ran = ran.assert_error(2, &[words]);
+        for sql in ["NULL", "p_", "Say 0", "=>"] {
+            assert!(!ran.stderr.contains(sql), "{option}: {}", ran.stderr);
+        }
+    }
+}

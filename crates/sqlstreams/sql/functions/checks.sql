@@ -61,7 +61,7 @@ END $$;
 CREATE OR REPLACE FUNCTION require_message(s stream, p_payload text, p_key text, p_routing_key text, p_headers jsonb) RETURNS void
 LANGUAGE plpgsql AS $$
 BEGIN
-    PERFORM require_that(p_payload IS NOT NULL OR s.compacted, format('a message of stream %I has a payload', s.name), 'Only in a compacted stream NULL removes a key.');
+    PERFORM require_that(p_payload IS NOT NULL OR s.compacted, format('a message of stream %I has a payload', s.name), 'Only a compacted stream takes messages without one, which remove their keys.');
     PERFORM require_that(p_key IS NOT NULL OR NOT s.compacted, format('a message of compacted stream %I has a key', s.name), 'Say which value it is.');
     PERFORM require_that(coalesce(octet_length(p_key), 0) <= 1024, format('a key takes at most 1024 bytes, this one has %s', octet_length(p_key)), 'Choose a shorter one.');
     PERFORM require_that(coalesce(octet_length(p_routing_key), 0) <= 255, format('a routing key takes at most 255 bytes, this one has %s', octet_length(p_routing_key)), 'Choose a shorter one.');

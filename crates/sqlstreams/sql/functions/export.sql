@@ -13,9 +13,15 @@ BEGIN
     PERFORM require_read_committed();
     c := lock_cursor(p_stream, p_group);
     g := require_group(p_stream, p_group);
-    PERFORM require_that(g.mode = 'parallel', 'only the cursor of a parallel group can be moved so', 'Make a group for exports alone.');
-    PERFORM require_that(p_upto BETWEEN p_from AND greatest(log_head(p_stream), p_from), format('%s is not between %s and the head of the stream', p_upto, p_from), 'Read the log as far as it is final.');
-    EXECUTE format('SELECT EXISTS (SELECT FROM %I WHERE group_id = $1 AND seq >= $2) OR EXISTS (SELECT FROM %I WHERE group_id = $1 AND state = ''ready'') OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''inflight'')',
+    PERFORM require_that(g.mode = 'parallel',
+                         format('group %s is %s, and only a parallel one remembers how far an export has come', quote_ident(g.name), g.mode),
+                         'An export takes a group of its own, which nobody consumes.');
+    PERFORM require_that(p_upto BETWEEN p_from AND greatest(log_head(p_stream), p_from),
+                         format('%s is not between %s and the head of the stream', p_upto, p_from),
+                         'Read the log as far as it is final.');
+    EXECUTE format('SELECT EXISTS (SELECT FROM %1$I WHERE group_id = $1 AND seq >= $2)
+                        OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''ready'')
+                        OR EXISTS (SELECT FROM %2$I WHERE group_id = $1 AND state = ''inflight'')',
                    'consumer_lease_' || p_stream, 'exception_queue_' || p_stream)
         INTO open USING p_group, c.first_open;
     IF open THEN

@@ -11,7 +11,7 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     s stream := require_stream(p_stream);
 BEGIN
-    PERFORM require_that(coalesce(p_after, '1 hour') BETWEEN '1 hour' AND '3650 days', format('groups expire after 1 hour to 3650 days, not %s', p_after), 'Choose one of these, or NULL for never.');
+    PERFORM require_that(coalesce(p_after, '1 hour') BETWEEN '1 hour' AND '3650 days', format('groups expire after 1 hour to 3650 days, not %s', p_after), 'Choose one of these, or let them never expire.');
     UPDATE stream SET group_expiry = p_after WHERE id = p_stream AND group_expiry IS DISTINCT FROM p_after;
     IF FOUND THEN
         INSERT INTO audit (action, stream_name, detail) VALUES ('expire_groups_after', s.name, jsonb_build_object('before', s.group_expiry, 'after', p_after));

@@ -65,7 +65,7 @@ LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
     IF (g.mode = 'ordered') <> (p_mode = 'ordered') THEN
         RAISE EXCEPTION 'group % is %', quote_ident(g.name), g.mode
-            USING ERRCODE = 'SQ012', HINT = CASE g.mode WHEN 'ordered' THEN 'Use advance_lanes and release_lanes.' ELSE 'Use the functions for parallel groups.' END;
+            USING ERRCODE = 'SQ012', HINT = CASE g.mode WHEN 'ordered' THEN 'Use the functions for ordered groups.' ELSE 'Use the functions for parallel groups.' END;
     END IF;
 END $$;
 

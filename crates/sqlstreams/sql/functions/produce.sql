@@ -155,8 +155,8 @@ BEGIN
             USING ERRCODE = 'SQ004', HINT = 'Choose a shorter one, or one that is not empty.';
     END IF;
     PERFORM require_message(s, p_payload, p_key, p_routing_key, p_headers);
-    PERFORM require_that(p_delay IS NULL OR p_deliver_at IS NULL, 'a message is due after a delay or at a time, not both', 'Give one of p_delay and p_deliver_at.');
-    PERFORM require_that(p_expires_in IS NULL OR p_expires_at IS NULL, 'a message expires after a time or at a time, not both', 'Give one of p_expires_in and p_expires_at.');
+    PERFORM require_that(p_delay IS NULL OR p_deliver_at IS NULL, 'a message is due after a delay or at a time, not both', 'Give one of the two.');
+    PERFORM require_that(p_expires_in IS NULL OR p_expires_at IS NULL, 'a message expires after a time or at a time, not both', 'Give one of the two.');
     PERFORM require_that(coalesce(p_delay, '0') BETWEEN '0' AND '200000 years' AND coalesce(p_expires_in, '0') BETWEEN '0' AND '200000 years',
                          'a delay, and a time to expire, is 0 to 200000 years long', 'Leave it out for none.');
     PERFORM require_that(coalesce(p_deliver_at, '-infinity') < 'infinity', 'a message that is due at infinity would never be delivered', 'Give the time at which it is to be.');

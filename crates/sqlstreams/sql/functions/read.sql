@@ -38,7 +38,8 @@ END $$;
 --
 -- Invariant: upto never exceeds the settled id, but where every id between p_after and upto has a row that is visible.
 CREATE OR REPLACE FUNCTION read_log(p_stream bigint, p_after bigint, p_upto bigint, p_limit bigint, p_bytes bigint, p_type anyelement)
-RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, expires_at timestamptz, payload anyelement, upto bigint, head bigint)
+RETURNS TABLE (id bigint, key text, routing_key text, headers jsonb, produced_at timestamptz, expires_at timestamptz, payload anyelement,
+    upto bigint, head bigint)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET constraint_exclusion = off AS $$
 #variable_conflict use_column
 DECLARE
@@ -57,6 +58,8 @@ BEGIN
     PERFORM require_read_committed();
     size := (require_stream(p_stream)).partition_size;
     PERFORM require_limit(p_limit);
+    PERFORM require_that(p_upto < p_after IS NOT TRUE,
+                         format('the range ends before it begins: after id %s, up to %s', p_after, p_upto), 'Say its beginning first.');
     tail := log_head(p_stream);
     reached := greatest(p_after, 0);
     -- All partitions are looked at only where this one is gone.

@@ -36,7 +36,7 @@ BEGIN
             PERFORM pg_advisory_xact_lock_shared(compact_lock(p_stream));
         END IF;
     END IF;
-    from_id := greatest(coalesce(p_from_id, (SELECT first_from FROM time_edge(p_stream, p_from) WHERE p_from IS NOT NULL), 1), lowest_id(p_stream));
+    from_id := coalesce(p_from_id, (SELECT first_from FROM time_edge(p_stream, p_from) WHERE p_from IS NOT NULL), 1);
     upto_id := coalesce(p_upto_id, (SELECT last_before FROM time_edge(p_stream, p_until) WHERE p_until IS NOT NULL));
     IF p_preview THEN
         c := peek_cursor(p_stream, p_group);
@@ -48,6 +48,10 @@ BEGIN
         RAISE EXCEPTION 'group % is ordered: what is replayed would be handled beside later messages of the same keys', quote_ident(g.name)
             USING ERRCODE = 'SQ012', HINT = 'Move the group back (seek), or let a new group read the range.';
     END IF;
+    -- An id and a time. Nothing can be said of an id that the group has not come to.
+    PERFORM require_that(from_id <= upto_id + 1 IS NOT FALSE OR from_id > c.claimed OR (p_from_id IS NULL) = (p_upto_id IS NULL),
+                         'the range ends before it begins', 'Say its beginning first.');
+    from_id := greatest(from_id, lowest_id(p_stream));
     -- What is above comes anyway.
     upto_id := least(upto_id, c.claimed);
     IF from_id > upto_id THEN

@@ -76,7 +76,7 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     of stream := require_stream(s.stream_id);
 BEGIN
-    PERFORM require_that((s.cron IS NULL) <> (s.at IS NULL), format('schedule %I has either a cron expression or a time', s.name), 'Give one of p_cron and p_at.');
+    PERFORM require_that((s.cron IS NULL) <> (s.at IS NULL), format('schedule %I has either a cron expression or a time', s.name), 'Give one of the two.');
     PERFORM require_that(isfinite(coalesce(s.at, 'epoch')), 'a schedule''s time is one that comes', 'Write it as 2027-01-01T00:00:00Z.');
     PERFORM require_that(coalesce(octet_length(s.cron), 0) <= 1000, 'a cron expression takes at most 1000 bytes', 'Make two schedules of it.');
     PERFORM require_that(octet_length(s.zone) BETWEEN 1 AND 200, 'a time zone has a name', 'Write it like Europe/Berlin, or UTC.');
@@ -142,7 +142,7 @@ END $$;
 CREATE OR REPLACE FUNCTION require_time(s schedule) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
-    PERFORM require_that(coalesce(s.at > clock_timestamp(), true), format('the time %s has been', s.at), 'Give one that lies ahead; run_schedule produces the message now.');
+    PERFORM require_that(coalesce(s.at > clock_timestamp(), true), format('the time %s has been', s.at), 'Give one that lies ahead, or send the message now.');
 END $$;
 
 -- Changes old, which is locked, to s. Nothing is written where they are the same.
@@ -191,7 +191,7 @@ DECLARE
     s   schedule;
     whole boolean := coalesce(p_message, false);
 BEGIN
-    PERFORM require_that(p_cron IS NULL OR p_at IS NULL, 'a schedule has either a cron expression or a time', 'Give one of p_cron and p_at.');
+    PERFORM require_that(p_cron IS NULL OR p_at IS NULL, 'a schedule has either a cron expression or a time', 'Give one of the two.');
     old := require_schedule(p_name);
     s := old;
     IF p_cron IS NOT NULL OR p_at IS NOT NULL THEN

@@ -32,7 +32,7 @@ BEGIN
     PERFORM require_read_committed();
     s := require_stream(p_stream);
     g := require_group(p_stream, p_group);
-    PERFORM require_that(num_nonnulls(p_to, p_id, p_at) = 1, 'a group is moved to one place', 'Say one of p_to, p_id and p_at.');
+    PERFORM require_that(num_nonnulls(p_to, p_id, p_at) = 1, 'a group is moved to one place', 'Say beginning or latest, an id or a time.');
     PERFORM require_that(coalesce(p_to, 'latest') IN ('beginning', 'latest'), format('there is no place called %s', quote_literal(p_to)), 'Say beginning or latest, an id or a time.');
     PERFORM require_that(p_unfinished IN ('keep', 'drop'), 'what is unfinished is kept or dropped', 'Say keep or drop.');
     PERFORM require_that(p_dead IN ('keep', 'repeat'), 'dead letters are kept or repeated', 'Say keep or repeat.');

@@ -226,9 +226,9 @@ DECLARE
     s stream := require_stream(p_stream);
 BEGIN
     PERFORM require_idempotency_window(p_idempotency_window);
-    PERFORM require_that(coalesce(p_retain_for, '0') = '0' OR p_retain_for BETWEEN '1 second' AND '1000 years', format('messages are kept for 1 second to 1000 years, not for %s', p_retain_for), 'Say 0 to keep them for ever.');
-    PERFORM require_that(coalesce(p_retain_dead_for, '0') = '0' OR p_retain_dead_for BETWEEN '1 second' AND '1000 years', format('dead letters are kept for 1 second to 1000 years, not for %s', p_retain_dead_for), 'Say 0 to keep them for ever.');
-    PERFORM require_that(coalesce(p_retain_bytes, 0) >= 0 AND coalesce(p_retain_count, 0) >= 0, 'what is kept is at least 1 byte, or message', 'Say 0 to lift the limit.');
+    PERFORM require_that(coalesce(p_retain_for, '0') = '0' OR p_retain_for BETWEEN '1 second' AND '1000 years', format('messages are kept for 1 second to 1000 years, not for %s', p_retain_for), 'Without this limit they are kept for ever.');
+    PERFORM require_that(coalesce(p_retain_dead_for, '0') = '0' OR p_retain_dead_for BETWEEN '1 second' AND '1000 years', format('dead letters are kept for 1 second to 1000 years, not for %s', p_retain_dead_for), 'Without this limit they are kept for ever.');
+    PERFORM require_that(coalesce(p_retain_bytes, 0) >= 0 AND coalesce(p_retain_count, 0) >= 0, 'what is kept is at least 1 byte, or message', 'Choose at least 1, or no limit.');
     UPDATE stream SET idempotency_window = p_idempotency_window WHERE id = p_stream AND idempotency_window <> p_idempotency_window;
     UPDATE stream AS o SET retain_for = n.retain_for, retain_bytes = n.retain_bytes, retain_count = n.retain_count, retain_resolved = n.retain_resolved,
                            drop_unread = n.drop_unread, retain_dead_for = n.retain_dead_for

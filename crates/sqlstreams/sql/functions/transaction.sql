@@ -28,7 +28,7 @@ BEGIN
     g := require_group(p_stream, p_group);
     IF NOT g.transactional THEN
         RAISE EXCEPTION 'group % does not settle in transactions', quote_ident(g.name)
-            USING ERRCODE = 'SQ004', HINT = 'Say so first: alter_group(…, p_transactional => true).';
+            USING ERRCODE = 'SQ004', HINT = 'Make it a transactional group first.';
     END IF;
     EXECUTE format('INSERT INTO %I (group_id, message_id) SELECT $1, id FROM unnest($2) AS id ON CONFLICT DO NOTHING', 'consumer_done_' || p_stream)
         USING p_group, ids;

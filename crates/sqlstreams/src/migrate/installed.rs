@@ -63,7 +63,7 @@ impl Installed {
         })
     }
 
-    /// The version that is there; `None` when nothing is.
+    /// The version that is there, be it in part; `None` when nothing is.
     pub(crate) fn version(&self) -> Option<i32> {
         match *self {
             Self::Nothing => None,
@@ -106,4 +106,18 @@ impl Installed {
         Err(Error::new(ErrorKind::SchemaMismatch, text)
             .with_hint("Upgrade this program; nothing was changed."))
     }
+}
+
+/// The last version that is there as a whole, with its functions; others are of an upgrade that is under way, or was interrupted.
+pub(crate) async fn whole_version(
+    client: &impl tokio_postgres::GenericClient,
+    schema: &Schema,
+) -> Result<Option<i32>> {
+    let whole = format!(
+        "SELECT max(version) FROM {}.schema_migration WHERE functions IS NOT NULL",
+        schema.quoted()
+    );
+    let rows = client.query_typed(&whole, &[]).await;
+    let rows = rows.map_err(|e| Error::from_driver(e, "look at the schema"))?;
+    Ok(rows.first().and_then(|row| row.get(0)))
 }

@@ -37,7 +37,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MigrationReport {
-    /// The schema's version before; `None` when it was not installed.
+    /// The schema's version before; `None` when it was not installed. Where an upgrade was interrupted, the version that it came from.
     pub from: Option<i32>,
     /// Its version now. It may be newer than this program, which can work with it then.
     pub to: i32,
@@ -49,11 +49,15 @@ pub struct MigrationReport {
 pub(crate) async fn migrate(client: &mut PgClient, schema: &Schema) -> Result<MigrationReport> {
     server::check(client).await?;
     let found = Installed::look(client, schema).await?;
-    let from = found.version();
     found.refuse_too_new(schema.quoted())?;
     if let Installed::Same | Installed::Newer(_) = found {
+        let from = found.version();
         return Ok(MigrationReport { from, to: from.unwrap_or(0), changed: false });
     }
+    let from = match found {
+        Installed::Nothing => None,
+        _ => installed::whole_version(client, schema).await?.or(found.version()),
+    };
     let mut changed = false;
     let mut streams_of = None;
     let mut locked_since = None;

@@ -188,10 +188,10 @@ impl ScheduleBuilder {
             Error::new(ErrorKind::InvalidArgument, text).with_hint(hint)
         };
         let Some(message) = self.message.transpose()? else {
-            return Err(lacks("message", "Say what it is to produce: produce()."));
+            return Err(lacks("message", "Say what it is to produce."));
         };
         if self.cron.is_none() && self.at.is_none() {
-            return Err(lacks("times", "Give it a cron expression, or a time: cron(), at()."));
+            return Err(lacks("times", "Give it a cron expression, or a time."));
         }
         let at = self.at.map(whole_micros);
         let zone = self.zone.as_deref().unwrap_or("UTC");
@@ -272,7 +272,7 @@ impl Produced {
             None => None,
             Some(When::After(time)) => Some(seconds(time)),
             Some(When::At(_)) => {
-                return Err(refused("time to expire").with_hint("Say after how long: expires_in."));
+                return Err(refused("time to expire").with_hint("Say after how long instead."));
             }
         };
         let payload = encoded.payload.take().map(|payload| match inner.payload_type {

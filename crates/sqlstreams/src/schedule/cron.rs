@@ -153,7 +153,7 @@ impl Cron {
     }
 }
 
-/// `?`, as some write where `*` is meant.
+/// `?`, as some write for the days that the other field is about: no day in particular.
 fn either(field: &str) -> &str {
     if field == "?" { "*" } else { field }
 }
@@ -217,6 +217,11 @@ impl Field {
     }
 
     fn wrong(&self, item: &str) -> (String, String) {
+        if item.starts_with('?') {
+            let hint =
+                "Write *: ? stands for it in the day of the month and that of the week, by itself.";
+            return (format!("{item:?} is no {}", self.name), hint.to_owned());
+        }
         let names = match self.names {
             [first, .., last] => format!(" or {first} to {last}"),
             _ => String::new(),
@@ -336,6 +341,17 @@ mod tests {
         ] {
             let (error, hint) = Cron::parse(cron).unwrap_err();
             assert!(error.contains(said) && !hint.is_empty(), "{cron}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_question_mark_is_a_star_for_days() {
+        for (cron, same) in [("5 4 ? * fri", "5 4 * * fri"), ("5 4 13 * ?", "5 4 13 * *")] {
+            assert_eq!(Cron::parse(cron), Cron::parse(same), "{cron}");
+        }
+        for cron in ["? 4 * * *", "? 0 4 * * *", "0 ? * * *", "0 0 * ? *", "0 0 ?/2 * *"] {
+            let (error, hint) = Cron::parse(cron).unwrap_err();
+            assert!(error.contains('?') && hint.starts_with("Write *:"), "{cron}: {error}, {hint}");
         }
     }
 

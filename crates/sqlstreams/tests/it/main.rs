@@ -34,6 +34,7 @@ mod frozen;
 mod group_expiry;
 mod groups;
 mod handlers;
+mod hints;
 mod horizon;
 mod hot_key;
 mod idempotency;

@@ -259,6 +259,9 @@ async fn what_failed_outlives_its_partition() {
     };
     group.consumer().until_caught_up().run(fail).await.unwrap();
     // One waits for its next attempt, and one may have killed its process.
+    // Of some nobody can say how old they are.
+    let endless = "UPDATE sqlstreams.message_log_1 SET produced_at = CASE id WHEN 2 THEN '-infinity' ELSE 'infinity' END::timestamptz WHERE id IN (2, 3, 500)";
+    scene.db.batch_execute(endless).await.unwrap();
     let sql = "UPDATE sqlstreams.exception_queue_1 SET state = 'ready', dead_at = NULL, due_at = now() + interval '1 day', losses = message_id - 2 WHERE message_id > 1";
     scene.db.batch_execute(sql).await.unwrap();
     let before = "SELECT string_agg(m::text, '|' ORDER BY id) FROM (SELECT id, key, routing_key, headers, produced_at, expires_at, payload FROM sqlstreams.message_TABLE_1 WHERE id <= 3) AS m";

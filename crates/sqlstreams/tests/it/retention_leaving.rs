@@ -361,3 +361,32 @@ async fn a_thousand_streams_cost_one_statement() {
     scene.db.batch_execute("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '7 days' WHERE stream_id = 500").await.unwrap();
     assert_eq!(count(&scene.db, &due("retention")).await, 1);
 }
+
+/// As docs/retention.md has it: what leaves is gone for older snapshots, too, but for those that have opened the log.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_older_snapshot_sees_everything_if_it_has_the_log_open() {
+    for open in [false, true] {
+        let scene = old().await;
+        let reader = connect(&scene.url).await;
+        reader.batch_execute("BEGIN ISOLATION LEVEL REPEATABLE READ").await.unwrap();
+        if open {
+            let lock = "LOCK TABLE sqlstreams.message_log_1 IN ACCESS SHARE MODE";
+            reader.batch_execute(lock).await.unwrap();
+        }
+        let first = "SELECT first_id FROM sqlstreams.stream";
+        assert_eq!(count(&reader, first).await, 1);
+        if open {
+            for _ in 0..3 {
+                let done = scene.stream.retain().await.unwrap();
+                assert_eq!((done.partitions, done.waiting), (0, true));
+            }
+        } else {
+            gone(&scene).await;
+        }
+        let all = "SELECT count(*) FROM sqlstreams.message_log_1";
+        assert_eq!(count(&reader, all).await, if open { 3_500 } else { 501 });
+        assert_eq!(count(&reader, first).await, 1);
+        reader.batch_execute("COMMIT").await.unwrap();
+        gone(&scene).await;
+    }
+}

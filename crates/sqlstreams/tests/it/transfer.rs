@@ -57,8 +57,11 @@ async fn a_log_is_read_in_pages_over_partitions_and_holes() {
     let page = stream.read_log(3000, 4000, 1000).await.unwrap();
     assert_eq!((page.records.len(), page.upto, page.head), (0, 4000, 9001));
     assert_eq!(stream.read_log(9001, i64::MAX, 5).await.unwrap().upto, 9001);
-    let error = stream.read_log(0, 5, 0).await.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error:?}");
+    for (after, upto, limit) in [(0, 5, 0), (5, 4, 10), (i64::MAX, 0, 10)] {
+        let error = stream.read_log(after, upto, limit).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error:?}");
+    }
+    assert_eq!(stream.read_log(5, 5, 10).await.unwrap().records, []);
     // A partition that is gone from the front is passed over at once.
     db.batch_execute(
         "ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p0",
@@ -512,4 +515,48 @@ async fn what_is_read_is_what_was_imported() {
             assert_eq!(was.headers(), is.headers());
         }
     }
+}
+
+/// Plain SQL can store what no clock shows. Nothing fails on it, and it comes back as it was.
+#[tokio::test]
+async fn messages_of_infinite_times_are_messages() {
+    let (client, db) = client().await;
+    let from = client.stream::<u64>("from").create().await.unwrap();
+    db.batch_execute(
+        "INSERT INTO sqlstreams.message_log_1 (produced_at, expires_at, payload)
+         VALUES ('-infinity', NULL, '1'), ('infinity', 'infinity', '2'), (now(), NULL, '3'), ('infinity', NULL, '4'), ('-infinity', '-infinity', '5')",
+    )
+    .await
+    .unwrap();
+    let (records, _) = read_all(&from, 2).await;
+    assert_eq!(ids(&records), [1, 2, 3, 4, 5]);
+    for (n, keep) in [(2, true), (3, false)] {
+        let to = client.stream::<u64>(&format!("to {n}")).create().await.unwrap();
+        let how = Import::new().keep_ids(keep).name("all");
+        assert_eq!(to.import(&records, &how).await.unwrap().stored, 5);
+        assert_eq!(read_all(&to, 1000).await.0, records);
+        let differ = format!(
+            "SELECT count(*) FROM sqlstreams.message_log_1 AS a JOIN sqlstreams.message_log_{n} AS b USING (id)
+             WHERE (a.produced_at, a.expires_at) IS NOT DISTINCT FROM (b.produced_at, b.expires_at)"
+        );
+        assert_eq!(count(&db, &differ).await, 5);
+    }
+    let to = client.stream::<u64>("to 2").open().await.unwrap();
+    assert_eq!(to.import(&records, &Import::new().keep_ids(true)).await.unwrap().skipped, 5);
+    // Groups get them, but for the one that expired, wherever they begin.
+    let group = from.group("g").create_if_missing().await.unwrap();
+    let got = Arc::new(Mutex::new(Vec::new()));
+    let seen = got.clone();
+    let handler = move |m: Delivery<u64>| {
+        let seen = seen.clone();
+        async move { seen.lock().await.push(m.payload) }
+    };
+    let consumed = group.consumer().concurrency(1).until_caught_up().run(handler).await.unwrap();
+    assert_eq!((consumed.handled, consumed.expired), (4, 1));
+    assert_eq!(*got.lock().await, [1, 2, 3, 4]);
+    let hour = SystemTime::now() - Duration::from_secs(3600);
+    assert!((0..=5).contains(&from.position_at(hour).await.unwrap()));
+    group.seek(sqlstreams::Start::Time(hour)).preview().await.unwrap();
+    group.replay().from(hour).preview().await.unwrap();
+    assert_eq!(from.read(&[1, 2, 4]).await.unwrap().len(), 3);
 }

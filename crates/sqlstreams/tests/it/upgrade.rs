@@ -249,6 +249,31 @@ async fn an_upgrade_that_is_killed_is_finished_by_the_next() {
     }
 }
 
+/// Whoever finishes it says from where it came, not how far the other was.
+#[tokio::test]
+async fn an_upgrade_that_was_interrupted_is_told_from_its_beginning() {
+    let (url, db) = released().await;
+    db.batch_execute("SELECT sqlstreams.create_stream('s')").await.unwrap();
+    // What there is once is made, and then the stream cannot follow.
+    db.batch_execute(
+        "CREATE FUNCTION stop() RETURNS event_trigger LANGUAGE plpgsql AS $$ BEGIN
+             IF EXISTS (SELECT FROM sqlstreams.schema_migration WHERE version > 1) THEN RAISE EXCEPTION 'no more tables'; END IF;
+         END $$;
+         CREATE EVENT TRIGGER stop ON ddl_command_start WHEN TAG IN ('CREATE TABLE') EXECUTE FUNCTION stop()",
+    )
+    .await
+    .unwrap();
+    let error = Client::connect(&url).await.map(drop).unwrap_err();
+    assert!(error.to_string().contains("no more tables"), "{error}");
+    let whole = "SELECT count(*) FROM sqlstreams.schema_migration WHERE finished_at IS NULL AND version > 1";
+    assert_eq!(count(&db, whole).await, 1, "it was not interrupted");
+    db.batch_execute("DROP EVENT TRIGGER stop").await.unwrap();
+    let (client, report) = Client::builder(&url).connect_and_migrate().await.unwrap();
+    assert_eq!((report.from, report.changed), (Some(1), true), "{report:?}");
+    let again = client.migrate().await.unwrap();
+    assert_eq!((again.from, again.changed), (Some(again.to), false), "{again:?}");
+}
+
 /// Lets one to three programs upgrade, and kills what they do at some moment, until one gets through. Returns how many were killed.
 async fn kill_upgrades(url: &str, db: &Db) -> i64 {
     let mut kills = 0;

@@ -120,7 +120,7 @@ pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<
     if let Some(command) = &args.exec {
         exec::check(command)?;
     }
-    let client = context.writer().await?;
+    let client = context.updated().await?;
     let stream = open_stream(&client, &args.stream).await?;
     let group = prepare(&stream, &args, context).await?;
     let shared = Shared {

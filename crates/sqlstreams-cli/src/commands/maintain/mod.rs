@@ -52,7 +52,7 @@ pub(crate) async fn run(args: MaintainArgs, context: &Context) -> anyhow::Result
 }
 
 async fn once(context: &Context) -> anyhow::Result<()> {
-    let maintenance = context.writer().await?.maintenance();
+    let maintenance = context.updated().await?.maintenance();
     let runs = Arc::new(Mutex::new(Vec::new()));
     let seen = runs.clone();
     let maintenance = maintenance.on_step(move |run| {
@@ -74,7 +74,7 @@ async fn once(context: &Context) -> anyhow::Result<()> {
 }
 
 async fn forever(context: &Context) -> anyhow::Result<()> {
-    let client = context.writer().await?;
+    let client = context.updated().await?;
     let signals = Signals::catch()?;
     context.say("doing the upkeep of all streams; Ctrl-C to stop");
     let (json, stop) = (context.json(), signals.stop.clone());

@@ -28,7 +28,7 @@ pub(crate) struct RemoveArgs {
 }
 
 pub(crate) async fn run(args: RemoveArgs, context: &Context) -> anyhow::Result<()> {
-    let stream = open_stream(&context.writer().await?, &args.stream).await?;
+    let stream = open_stream(&context.updated().await?, &args.stream).await?;
     let tombstones = args.keys.iter().map(Outgoing::tombstone);
     let sent = stream.producer().send_all(tombstones).await;
     let receipts = sent.map_err(|error| refused(error, &args.keys))?;

@@ -125,7 +125,7 @@ pub(crate) struct ProduceArgs {
 pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<ExitCode> {
     // Before anything is created for it.
     let (file, size) = open(&args.file)?;
-    let stream = open_or_create(&context.writer().await?, &args).await?;
+    let stream = open_or_create(&context.updated_or(args.create).await?, &args).await?;
     let signals = Signals::catch()?;
     let is_typed = file.is_none() && io::stdin().is_terminal();
     let input = Input {

@@ -47,7 +47,7 @@ pub(crate) async fn run(args: CreateArgs, context: &Context) -> anyhow::Result<(
             .hint("Give --payload; or --tombstone, for a compacted stream.")
             .into());
     }
-    let client = context.writer().await?;
+    let client = context.updated().await?;
     let stream = open_stream(&client, &args.stream).await?;
     let schedule = args.message.on(args.times.on(client.schedule(args.name)), &stream);
     let schedule = match args.replace {

@@ -39,7 +39,7 @@ pub(crate) struct CompactArgs {
 }
 
 pub(crate) async fn run(args: CompactArgs, context: &Context) -> anyhow::Result<()> {
-    let stream = open_stream(&context.writer().await?, &args.name).await?;
+    let stream = open_stream(&context.updated().await?, &args.name).await?;
     let done = stream.compact(args.min_age, args.tombstone_age).await?;
     let reclaimed = if done.busy { Vec::new() } else { stream.reclaim().await? };
     if context.json() {

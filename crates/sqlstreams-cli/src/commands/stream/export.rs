@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use serde_json::{Value, json};
-use sqlstreams::{Bytes, ErrorKind, Group, PayloadType, Record, Start, Stream};
+use sqlstreams::{Bytes, ErrorKind, Group, Mode, PayloadType, Record, Start, Stream};
 
 use crate::commands::open_stream;
 use crate::context::Context;
 use crate::failure::Failure;
-use crate::output::{counted, print_json, thousands};
+use crate::output::{counted, print_json, thousands, time};
 use crate::progress::Progress;
 use crate::signals::Signals;
 use crate::transfer::line::{self, End};
@@ -95,9 +95,10 @@ enum Sink {
 }
 
 pub(crate) async fn run(args: ExportArgs, context: &Context) -> anyhow::Result<ExitCode> {
+    check_range(args.from, args.to)?;
     // Groups are made, and their functions have to be this program's.
     let client = match args.group {
-        Some(_) => context.writer().await?,
+        Some(_) => context.updated().await?,
         None => context.reader().await?,
     };
     let stream = open_stream(&client, &args.stream).await?;
@@ -113,9 +114,17 @@ pub(crate) async fn run(args: ExportArgs, context: &Context) -> anyhow::Result<E
     let upto = match args.to.unwrap_or(Start::Latest) {
         Start::Id(id) => id,
         to => before(&stream, to).await?,
+    };
+    // An id and a time. What was not drawn yet may lie before any time that has been; a group may have come further than it is asked to.
+    if upto < after && after < info.head && args.from.is_some() && args.to.is_some() {
+        return Err(backwards(&format!(
+            "it would begin after id {} and end with id {}",
+            thousands(after),
+            thousands(upto)
+        ))
+        .into());
     }
-    .min(info.head)
-    .max(after);
+    let upto = upto.min(info.head).max(after);
 
     let signals = Signals::catch()?;
     let about = About {
@@ -178,6 +187,30 @@ pub(crate) async fn run(args: ExportArgs, context: &Context) -> anyhow::Result<E
     Ok(ExitCode::SUCCESS)
 }
 
+/// Refuses a range that ends before it begins, as far as that can be told without the stream.
+fn check_range(from: Option<Start>, to: Option<Start>) -> Result<(), Failure> {
+    match (from, to) {
+        (_, Some(Start::Beginning)) => Err(backwards("nothing lies before the beginning")),
+        (Some(Start::Latest), Some(Start::Id(_) | Start::Time(_))) => {
+            Err(backwards("it would begin at the end of the stream"))
+        }
+        (Some(Start::Id(from)), Some(Start::Id(to))) if from > to => {
+            let text = format!("id {} is greater than {}", thousands(from), thousands(to));
+            Err(backwards(&text))
+        }
+        (Some(Start::Time(from)), Some(Start::Time(to))) if from >= to => {
+            let (from, to) = (time(from), time(to));
+            Err(backwards(&format!("{from} is not before {to}, which does not belong to it")))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn backwards(how: &str) -> Failure {
+    Failure::usage("empty_range", format!("the range ends before it begins: {how}"))
+        .hint("Give its beginning with --from, and its end with --to.")
+}
+
 /// The id before the first message of the range.
 async fn before(stream: &Stream<Vec<u8>, Bytes>, start: Start) -> anyhow::Result<i64> {
     Ok(match start {
@@ -208,12 +241,23 @@ async fn open_group(
         opened => opened?,
     };
     let status = group.status().await?;
+    if status.mode != Mode::Parallel {
+        let text = format!(
+            "group {name:?} is {}, and only a parallel one remembers how far an export has come",
+            status.mode
+        );
+        return Err(Failure::usage("group_mode", text)
+            .hint("Take a group for the exports alone: it is made when there is none of that name.")
+            .into());
+    }
     if status.open_leases > 0 || status.ready > 0 || status.inflight > 0 {
         let text = format!("group {name:?} is consumed: messages of it are handed out or wait");
         return Err(Failure::failed("group_busy", text)
             .hint("Take a group for the exports alone.")
             .into());
     }
+    // Whatever else would be in the way when all is written: privileges, for one.
+    group.move_cursor(status.claimed, status.claimed).await?;
     Ok((group, status.claimed))
 }
 

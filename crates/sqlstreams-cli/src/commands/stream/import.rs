@@ -74,7 +74,7 @@ pub(crate) async fn run(args: ImportArgs, context: &Context) -> anyhow::Result<E
     // Before anything is created for it. Whoever types it may take long.
     let path = args.file.clone();
     let source = tokio::task::spawn_blocking(move || Source::open(&path)).await??;
-    let client = context.writer().await?;
+    let client = context.updated_or(args.create).await?;
     let stream = open_or_create(&client, &args, source.about.as_ref()).await?;
     let signals = Signals::catch()?;
     let (unit, total) = (source.unit, source.total);

@@ -25,7 +25,7 @@ pub(crate) struct RetainArgs {
 }
 
 pub(crate) async fn run(args: RetainArgs, context: &Context) -> anyhow::Result<()> {
-    let stream = open_stream(&context.writer().await?, &args.name).await?;
+    let stream = open_stream(&context.updated().await?, &args.name).await?;
     let done = stream.retain().await?;
     let info = stream.info().await?;
     if context.json() {
