@@ -22,9 +22,8 @@ pub(super) const DOING: &str = "produce";
 pub(super) const INSERT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Unlike `BEGIN` this one ends by itself when its client does not go on with it, frozen perhaps or behind a dead network:
-/// as long as it is open no message that came later is delivered.
-const BEGIN: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'";
+/// as long as it is open no message that came later is delivered. A plan for these very payloads would hold copies of them all.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'; SET LOCAL plan_cache_mode = force_generic_plan";
 
 /// The pause before something is tried again, growing from the first to the second.
 pub(super) const AGAIN: (Duration, Duration) =
