@@ -99,9 +99,40 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
 }
 
 /// Whether the schema is of a later version than this crate's, so that migrating is of no use.
-pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool> {
+pub(crate) async fn is_newer(
+    client: &impl tokio_postgres::GenericClient,
+    schema: &Schema,
+) -> Result<bool> {
     let found = Installed::look(client, schema).await?;
     Ok(matches!(found, Installed::Newer(_) | Installed::TooNew(..)))
+}
+
+/// Makes the functions and views anew, of an installation of this version: somebody has dropped or changed some. `why` is noted in `audit`.
+pub(crate) async fn remake_functions(
+    client: &mut PgClient,
+    schema: &Schema,
+    why: &str,
+) -> Result<()> {
+    let mut locked_since = None;
+    while let Err(error) = try_to_remake(client, schema, why).await {
+        wait_for_others(&mut locked_since, error).await?;
+    }
+    Ok(())
+}
+
+async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Result<()> {
+    let tx = begin(client, schema).await?;
+    Installed::look(&tx, schema).await?.require_usable(schema)?;
+    if is_newer(&tx, schema).await? {
+        let text = format!("schema {} is of a later version than this program", schema.quoted());
+        return Err(Error::new(crate::error::ErrorKind::SchemaMismatch, text)
+            .with_hint("Have its functions made anew by a program of that version."));
+    }
+    enter(&tx, schema).await?;
+    make_functions(&tx).await?;
+    let note = "INSERT INTO audit (action, stream_name) VALUES ('doctor_' || $1, '')";
+    tx.query_typed(note, &[(&why, Type::TEXT)]).await.map_err(failed)?;
+    tx.commit().await.map_err(failed)
 }
 
 /// What comes next, or what a transaction did.
