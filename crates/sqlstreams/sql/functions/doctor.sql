@@ -85,7 +85,6 @@ DECLARE
     r       record;
     e       installation := present_epoch();
     was     installation;
-    moved   boolean;
 BEGIN
     PERFORM require_read_committed();
     -- What everything else needs.
@@ -115,8 +114,9 @@ BEGIN
             'As after a restore of data alone. --fix moves them.', true, jsonb_build_object('tables', array_agg(l.of))
         FROM late_sequences() AS l HAVING count(*) > 0;
     END IF;
-    SELECT * INTO was, moved FROM last_epoch(e);
-    IF p_stream IS NULL AND moved THEN
+    r := last_epoch(e);
+    was := r.was;
+    IF p_stream IS NULL AND r.moved THEN
         RETURN QUERY SELECT 'restored', 'warning', NULL::text, NULL::text,
             CASE WHEN was.number IS NULL THEN 'where this installation lives is not known: its tables were restored without table installation'
                  WHEN was.system <> e.system AND 0 NOT IN (was.system, e.system) THEN 'this installation was made in another cluster: it was restored or copied, or the server was upgraded'

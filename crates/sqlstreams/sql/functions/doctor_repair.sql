@@ -53,7 +53,7 @@ CREATE OR REPLACE FUNCTION restore_shape(s stream, p_code text, p_of text, p_par
 LANGUAGE plpgsql AS $$
 DECLARE
     attribute text := substr(p_part, 9);
-    sequence  text := p_of || '_id_seq';
+    sequence  text := format('%s_%s_seq', p_of, substr(p_part, 9));
     last      bigint;
 BEGIN
     IF p_code = 'default_changed' THEN
@@ -78,7 +78,7 @@ BEGIN
     ELSE
         IF to_regclass(format('%I', p_of)) IS NULL THEN
             -- It is there, under another name.
-            EXECUTE format('ALTER SEQUENCE %s RENAME TO %I', pg_get_serial_sequence(format('%I', regexp_replace(p_of, '_id_seq$', '')), 'id'), p_of);
+            EXECUTE format('ALTER SEQUENCE %s RENAME TO %I', pg_get_serial_sequence(format('%I', regexp_replace(p_of, '_(id|number)_seq$', '')), substring(p_of FROM '_(id|number)_seq$')), p_of);
         END IF;
         EXECUTE format('SELECT last_value FROM %I', p_of) INTO last;
         EXECUTE format('ALTER SEQUENCE %I %s%s', p_of, p_expected, CASE WHEN last < 1 THEN ' RESTART' END);

@@ -1,6 +1,10 @@
 -- Tables, as they are and as they are made: columns, defaults, constraints, indexes and sequences that somebody has changed by hand. What somebody has added is none of
 -- the doctor's business.
 
+-- A name of a stream with N for the stream's number.
+CREATE OR REPLACE FUNCTION as_n(p_name text, p_stream bigint) RETURNS text
+LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN p_stream IS NULL THEN p_name ELSE regexp_replace(p_name, '_' || p_stream || '(?=_|$)', '_N') END $$;
+
 -- Parts of these tables, sequences and views. p_stream: they are its own, and its number is N here, and its payload type PAYLOAD.
 CREATE OR REPLACE FUNCTION found_shape(p_names text[], s stream) RETURNS TABLE (of text, part text, definition text)
 LANGUAGE sql VOLATILE SET intervalstyle = postgres SET quote_all_identifiers = off SET extra_float_digits = 1 AS $$
@@ -26,12 +30,8 @@ LANGUAGE sql VOLATILE SET intervalstyle = postgres SET quote_all_identifiers = o
                               (SELECT 'OWNED BY ' || string_agg(d.refobjid::regclass::text, ', ') FROM pg_depend AS d WHERE d.classid = 'pg_class'::regclass AND d.objid = c.oid AND d.deptype = 'a' AND d.refclassid = 'pg_class'::regclass))
              FROM c CROSS JOIN LATERAL (SELECT * FROM pg_sequence WHERE seqrelid = c.oid LIMIT 1) AS q
              UNION ALL SELECT c.name, 'view', 'VIEW' FROM c WHERE c.relkind = 'v')
-    SELECT as_n(p.name, s.id), as_n(p.part, s.id), p.definition FROM parts AS p
+    SELECT as_n(p.name, s.id), CASE WHEN p.part ~ '^(constraint|index) ' THEN as_n(p.part, s.id) ELSE p.part END, p.definition FROM parts AS p
 $$;
-
--- A name of a stream with N for the stream's number.
-CREATE OR REPLACE FUNCTION as_n(p_name text, p_stream bigint) RETURNS text
-LANGUAGE sql IMMUTABLE AS $$ SELECT CASE WHEN p_stream IS NULL THEN p_name ELSE regexp_replace(p_name, '_' || p_stream || '(?=_|$)', '_N') END $$;
 
 -- What of a stream (NULL: of what there is once) is not as it is made.
 CREATE OR REPLACE FUNCTION shape_differences(s stream) RETURNS TABLE (of text, part text, expected text, found text)
@@ -39,7 +39,7 @@ LANGUAGE sql VOLATILE AS $$
     WITH expected AS MATERIALIZED (
              SELECT * FROM expected_shape() AS x
              WHERE CASE WHEN s.id IS NULL THEN x.of NOT LIKE '%\_N' AND x.of NOT LIKE '%\_N\_id\_seq' ELSE x.of LIKE '%\_N' OR x.of LIKE '%\_N\_id\_seq' END
-               AND CASE x.only WHEN 'compacted' THEN s.compacted WHEN 'plain' THEN NOT s.compacted WHEN 'notify' THEN s.notify ELSE true END),
+               AND CASE x.holds_for WHEN 'compacted' THEN s.compacted WHEN 'plain' THEN NOT s.compacted WHEN 'notify' THEN s.notify ELSE true END),
          found AS MATERIALIZED (SELECT * FROM found_shape(ARRAY(SELECT DISTINCT CASE WHEN s.id IS NULL THEN x.of ELSE replace(x.of, '_N', '_' || s.id) END FROM expected AS x), s))
     SELECT CASE WHEN s.id IS NULL THEN x.of ELSE replace(x.of, '_N', '_' || s.id) END, CASE WHEN s.id IS NULL THEN x.part ELSE replace(x.part, '_N', '_' || s.id) END, x.definition, f.definition
     FROM expected AS x LEFT JOIN found AS f ON f.of = x.of AND f.part = x.part
@@ -58,10 +58,11 @@ DECLARE
     r record;
 BEGIN
     FOR r IN
+        WITH differences AS MATERIALIZED (SELECT d.*, kind_of_difference(d.part, d.expected, d.found) AS code FROM shape_differences(s) AS d)
         SELECT x.code, string_agg(format('%s: %s instead of %s', CASE WHEN x.part IN ('sequence', 'view') THEN x.of ELSE x.of || ', ' || x.part END, coalesce(x.found, 'nothing'), coalesce(x.expected, 'none')), '; ' ORDER BY x.of, x.part) AS text,
                jsonb_agg(jsonb_build_object('of', x.of, 'part', x.part, 'expected', x.expected, 'found', x.found) ORDER BY x.of, x.part) AS detail
-        FROM (SELECT d.*, kind_of_difference(d.part, d.expected, d.found) AS code FROM shape_differences(s) AS d) AS x
-        WHERE NOT (x.code = 'sequence_changed' AND x.of LIKE '%\_id\_seq' AND identity_is_gone(x.of))
+        FROM differences AS x
+        WHERE NOT (x.code = 'sequence_changed' AND EXISTS (SELECT FROM differences AS i WHERE i.code = 'identity_missing' AND x.of = format('%s_%s_seq', i.of, substr(i.part, 9))))
         GROUP BY x.code ORDER BY x.code
     LOOP
         RETURN QUERY SELECT r.code, CASE r.code WHEN 'views_missing' THEN 'warning' ELSE 'error' END, s.name, NULL::text,
@@ -89,10 +90,4 @@ LANGUAGE sql IMMUTABLE AS $$
         WHEN p_part LIKE 'default %' AND p_expected LIKE '% AS IDENTITY' AND coalesce(p_found, '') NOT LIKE '% AS IDENTITY' THEN 'identity_missing'
         WHEN p_part LIKE 'default %' THEN 'default_changed'
         ELSE 'table_changed' END
-$$;
-
--- Whether the table that this sequence is for has no identity.
-CREATE OR REPLACE FUNCTION identity_is_gone(p_sequence text) RETURNS boolean
-LANGUAGE sql STABLE AS $$
-    SELECT NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = to_regclass(format('%I', regexp_replace(p_sequence, '_id_seq$', ''))) AND attname = 'id' AND attidentity <> '')
 $$;

@@ -18,8 +18,8 @@ $$;
 -- Functions that were made for a stream, and are not as they were made: each carries the digest of its text as a comment (generated.sql).
 CREATE OR REPLACE FUNCTION changed_functions(p_stream bigint) RETURNS text[]
 LANGUAGE sql VOLATILE AS $$
-    SELECT array_agg(p.proname::text ORDER BY p.proname) FROM pg_proc AS p
-    WHERE p.oid = ANY (stream_functions(p_stream)) AND obj_description(p.oid, 'pg_proc') IS DISTINCT FROM function_digest(p.oid)
+    SELECT array_agg(split_part(f.oid::regprocedure::text, '(', 1) ORDER BY f.oid) FROM unnest(stream_functions(p_stream)) AS f(oid)
+    WHERE obj_description(f.oid, 'pg_proc') IS DISTINCT FROM function_digest(f.oid)
 $$;
 
 -- Partitions of the log that anybody may write to by themselves: without the trigger that refuses it, or with one that does not always fire.

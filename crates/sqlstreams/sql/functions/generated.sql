@@ -28,21 +28,13 @@ BEGIN
     PERFORM note_digests(p_stream);
 END $make$;
 
--- The functions that are made for a stream, as far as they are there.
-CREATE OR REPLACE FUNCTION stream_functions(p_stream bigint) RETURNS oid[]
-LANGUAGE sql VOLATILE AS $$
-    SELECT array_agg(oid) FROM pg_proc
-    WHERE proname = ANY (ARRAY['settle_message_' || p_stream, 'produce_' || p_stream, 'latest_message_' || p_stream, 'current_messages_' || p_stream])
-      AND pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
-$$;
-
 -- Whoever replaces one of them by hand leaves the comment as it is, by which the doctor sees it.
 CREATE OR REPLACE FUNCTION note_digests(p_stream bigint) RETURNS void
 LANGUAGE plpgsql AS $$
 DECLARE
     f record;
 BEGIN
-    FOR f IN SELECT p.oid::regprocedure AS name, function_digest(p.oid) AS digest FROM pg_proc AS p WHERE p.oid = ANY (stream_functions(p_stream)) LOOP
+    FOR f IN SELECT x.oid::regprocedure AS name, function_digest(x.oid) AS digest FROM unnest(stream_functions(p_stream)) AS x(oid) LOOP
         EXECUTE format('COMMENT ON FUNCTION %s IS %L', f.name, f.digest);
     END LOOP;
 END $$;

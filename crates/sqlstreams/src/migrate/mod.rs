@@ -99,10 +99,7 @@ pub(crate) async fn check(client: &PgClient, schema: &Schema) -> Result<()> {
 }
 
 /// Whether the schema is of a later version than this crate's, so that migrating is of no use.
-pub(crate) async fn is_newer(
-    client: &impl tokio_postgres::GenericClient,
-    schema: &Schema,
-) -> Result<bool> {
+pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool> {
     let found = Installed::look(client, schema).await?;
     Ok(matches!(found, Installed::Newer(_) | Installed::TooNew(..)))
 }
@@ -122,8 +119,9 @@ pub(crate) async fn remake_functions(
 
 async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Result<()> {
     let tx = begin(client, schema).await?;
-    Installed::look(&tx, schema).await?.require_usable(schema)?;
-    if is_newer(&tx, schema).await? {
+    let found = Installed::look(&tx, schema).await?;
+    found.require_usable(schema)?;
+    if found != Installed::Same {
         let text = format!("schema {} is of a later version than this program", schema.quoted());
         return Err(Error::new(crate::error::ErrorKind::SchemaMismatch, text)
             .with_hint("Have its functions made anew by a program of that version."));

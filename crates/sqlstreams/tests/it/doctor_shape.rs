@@ -25,16 +25,16 @@ async fn what_is_expected_is_what_is_made() {
                      SELECT array_agg(relname::text) AS names FROM pg_class WHERE relnamespace = 'sqlstreams'::regnamespace AND relkind IN ('r', 'p', 'S') AND relname ~ ('_' || s.id || '(_id_seq)?$')) AS c
                  CROSS JOIN LATERAL found_shape(c.names, s) AS f),
              family AS (
-                 SELECT of, part, definition, CASE WHEN part = 'trigger ring' THEN 'notify' WHEN count(*) = 2 THEN NULL ELSE min(name) END AS only FROM of GROUP BY of, part, definition)
-        SELECT format('(%L, %L, %L, %s)', of, part, definition, coalesce(quote_literal(only), 'NULL'))
-        FROM (SELECT f.*, NULL AS only FROM once, found_shape(once.names, NULL) AS f UNION ALL SELECT * FROM family) AS x
-        ORDER BY of COLLATE \"C\", part COLLATE \"C\", only COLLATE \"C\"";
+                 SELECT of, part, definition, CASE WHEN part = 'trigger ring' THEN 'notify' WHEN count(*) = 2 THEN NULL ELSE min(name) END AS holds_for FROM of GROUP BY of, part, definition)
+        SELECT format('(%L, %L, %L, %s)', of, part, definition, coalesce(quote_literal(holds_for), 'NULL'))
+        FROM (SELECT f.*, NULL AS holds_for FROM once, found_shape(once.names, NULL) AS f UNION ALL SELECT * FROM family) AS x
+        ORDER BY of COLLATE \"C\", part COLLATE \"C\", holds_for COLLATE \"C\"";
     let rows: Vec<String> =
         db.query(sql, &[]).await.unwrap().iter().map(|row| row.get(0)).collect();
     assert!(rows.len() > 200, "{}", rows.len());
-    let mut made = "-- What tables, sequences and views are made as, for doctor_shape.sql: N is a stream's number, PAYLOAD the type of its payloads, and \"only\" says of which streams it
+    let mut made = "-- What tables, sequences and views are made as, for doctor_shape.sql: N is a stream's number, PAYLOAD the type of its payloads, and holds_for says of which streams it
 -- holds. Written by the test doctor_shape::what_is_expected_is_what_is_made with SQLSTREAMS_SHAPE set; not by hand.
-CREATE OR REPLACE FUNCTION expected_shape() RETURNS TABLE (of text, part text, definition text, only text)
+CREATE OR REPLACE FUNCTION expected_shape() RETURNS TABLE (of text, part text, definition text, holds_for text)
 LANGUAGE sql IMMUTABLE AS $shape$ VALUES
 ".to_owned();
     writeln!(made, "{}\n$shape$;", rows.join(",\n")).unwrap();

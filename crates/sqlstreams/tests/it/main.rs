@@ -61,6 +61,7 @@ mod privileges;
 mod produce;
 mod proxy;
 mod reclaim;
+mod recovery;
 mod reference;
 mod replay;
 mod restarts;
