@@ -96,9 +96,11 @@ DECLARE
     moved jsonb := '{}';
 BEGIN
     PERFORM require_read_committed();
-    -- In the order of whoever makes streams and migrates them. One repair of a stream at a time.
+    -- In the order of whoever makes streams and migrates them. One repair of a stream at a time, and one of the installation.
     PERFORM hold_migrations_up();
-    IF p_stream IS NOT NULL THEN
+    IF p_stream IS NULL THEN
+        LOCK TABLE installation IN SHARE ROW EXCLUSIVE MODE;
+    ELSE
         SELECT * INTO s FROM stream WHERE name = p_stream FOR NO KEY UPDATE;
         IF NOT FOUND THEN
             RAISE EXCEPTION 'there is no stream %', quote_ident(p_stream) USING ERRCODE = 'SQ001', HINT = 'Table stream lists those that exist.';
@@ -110,7 +112,6 @@ BEGIN
     CASE p_code
         WHEN 'restored' THEN
             -- Whoever was faster has recorded it, and has left ids out once.
-            LOCK TABLE installation IN SHARE ROW EXCLUSIVE MODE;
             IF (last_epoch(present_epoch())).moved THEN
                 FOR s IN SELECT * FROM stream ORDER BY id LOOP
                     -- One that has no sequence, or is not whole, gets its gap when that is repaired.
@@ -181,7 +182,7 @@ BEGIN
         ELSE
             PERFORM require_that(false, format('there is no repair for %s', quote_literal(p_code)), 'Doctor says what is fixable.');
     END CASE;
-    IF done IS NULL THEN
+    IF done IS NULL OR EXISTS (SELECT FROM jsonb_each(done) AS d WHERE d.value IN ('null', '[]')) THEN
         RETURN NULL;
     END IF;
     INSERT INTO audit (action, stream_name, detail) VALUES ('doctor_' || p_code, coalesce(p_stream, ''), done);
