@@ -12,7 +12,12 @@ DECLARE
 BEGIN
     BEGIN
         SELECT system_identifier INTO e.system FROM pg_control_system();
-        SELECT timeline_id INTO e.timeline FROM pg_control_checkpoint();
+        -- What is written to: pg_control_checkpoint knows of a recovery only after the checkpoint that follows it.
+        IF pg_is_in_recovery() THEN
+            SELECT timeline_id INTO e.timeline FROM pg_control_checkpoint();
+        ELSE
+            e.timeline := ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::int;
+        END IF;
     EXCEPTION WHEN insufficient_privilege THEN
         -- Everybody may, unless that was taken away.
         e.system := 0;
