@@ -110,14 +110,12 @@ BEGIN
             '--fix makes all functions anew. What somebody has changed on purpose is lost.', true, jsonb_build_object('functions', changed);
     END IF;
     IF p_stream IS NULL THEN
-        RETURN QUERY SELECT * FROM examine_shape(NULL);
-    END IF;
-    IF p_stream IS NULL THEN
         -- First: what repairs the others leaves a row in audit, which has a sequence, too.
         RETURN QUERY SELECT 'catalog_sequence_behind', 'error', NULL::text, NULL::text,
             format('sequences are behind their tables: %s; creating and changing fails', string_agg(format('%s is at %s, table %s at %s', l.sequence, l.head, l.of, l.stored), '; ')),
             'As after a restore of data alone. --fix moves them.', true, jsonb_build_object('tables', array_agg(l.of))
         FROM late_sequences() AS l HAVING count(*) > 0;
+        RETURN QUERY SELECT * FROM examine_shape(NULL);
     END IF;
     r := last_epoch(e);
     was := r.was;

@@ -63,7 +63,9 @@ BEGIN
                jsonb_agg(jsonb_build_object('of', x.of, 'part', x.part, 'expected', x.expected, 'found', x.found) ORDER BY x.of, x.part) AS detail
         FROM differences AS x
         WHERE NOT (x.code = 'sequence_changed' AND EXISTS (SELECT FROM differences AS i WHERE i.code = 'identity_missing' AND x.of = format('%s_%s_seq', i.of, substr(i.part, 9))))
-        GROUP BY x.code ORDER BY x.code
+        GROUP BY x.code
+        -- That comes first: other repairs leave a row in audit.
+        ORDER BY x.code <> 'identity_missing', x.code
     LOOP
         RETURN QUERY SELECT r.code, CASE r.code WHEN 'views_missing' THEN 'warning' ELSE 'error' END, s.name, NULL::text,
             left(CASE r.code
