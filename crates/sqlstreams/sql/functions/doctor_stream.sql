@@ -57,8 +57,9 @@ DECLARE
     stored bigint;
     r      record;
 BEGIN
-    IF to_regclass(format('%I', 'message_log_' || s.id || '_id_seq')) IS NULL OR to_regclass(format('%I', 'message_delayed_' || s.id || '_id_seq')) IS NULL THEN
-        RETURN;   -- examine_shape tells
+    IF to_regclass(format('%I', 'message_log_' || s.id || '_id_seq')) IS NULL OR to_regclass(format('%I', 'message_delayed_' || s.id || '_id_seq')) IS NULL
+       OR EXISTS (SELECT FROM pg_attribute WHERE attrelid IN (to_regclass(format('%I', 'message_log_' || s.id)), to_regclass(format('%I', 'message_delayed_' || s.id))) AND attname = 'id' AND attidentity = '') THEN
+        RETURN;   -- examine_shape tells, and how far its sequence has come says nothing
     END IF;
     SELECT * INTO known FROM known_id(s.id);
     head := (known.of ->> 'sequence')::bigint;

@@ -234,9 +234,9 @@ async fn functions_that_were_dropped_or_changed_are_made_anew() {
             "installed_functions",
         ),
         (
-            "CREATE OR REPLACE FUNCTION sqlstreams.log_head(p_stream bigint) RETURNS bigint LANGUAGE sql AS 'SELECT 0'",
+            "CREATE OR REPLACE FUNCTION sqlstreams.save_cursor(p_stream bigint, p_group bigint, c sqlstreams.group_cursor) RETURNS void LANGUAGE sql AS ''",
             "functions_changed",
-            "log_head",
+            "save_cursor",
         ),
         ("ALTER FUNCTION sqlstreams.advance RESET ALL", "functions_changed", "advance"),
         (
@@ -324,7 +324,7 @@ async fn partitions_that_were_detached_come_back() {
     .unwrap();
     assert_eq!(codes(&client.doctor()).await, [""; 0]);
     db.batch_execute(&format!(
-        "{}; DROP TRIGGER refuse_direct_write ON sqlstreams.message_log_1_p2; UPDATE sqlstreams.message_log_1_p2 SET id = 7 WHERE id = (SELECT min(id) FROM sqlstreams.message_log_1_p2)",
+        "{}; DROP TRIGGER refuse_direct_write ON sqlstreams.message_log_1_p2; ALTER TABLE sqlstreams.message_log_1_p2 DROP CONSTRAINT id_range; UPDATE sqlstreams.message_log_1_p2 SET id = 7 WHERE id = (SELECT min(id) FROM sqlstreams.message_log_1_p2)",
         detach(2)
     ))
     .await
