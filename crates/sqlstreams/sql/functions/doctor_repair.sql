@@ -168,6 +168,11 @@ BEGIN
                 names := names || r.leaf;
             END LOOP;
             done := jsonb_build_object('partitions', names);
+        WHEN 'partition_unlisted' THEN
+            WITH added AS (
+                INSERT INTO log_partition (stream_id, number, from_id, to_id)
+                SELECT s.id, n, n * s.partition_size, (n + 1) * s.partition_size - 1 FROM unlisted_partitions(s.id) AS n ON CONFLICT DO NOTHING RETURNING number)
+            SELECT jsonb_build_object('partitions', jsonb_agg(number ORDER BY number)) INTO done FROM added;
         WHEN 'partitions_missing' THEN
             done := jsonb_build_object('made', ensure_partitions(s.id));
         WHEN 'functions_missing', 'functions_changed' THEN

@@ -129,6 +129,15 @@ LANGUAGE sql VOLATILE AS $$
     WHERE l.stream_id = p_stream AND l.state = 'attached' AND coalesce(i.inhdetachpending, true)
 $$;
 
+-- The other way round: partitions of the log that have no row there, by which retention would know of them.
+CREATE OR REPLACE FUNCTION unlisted_partitions(p_stream bigint) RETURNS SETOF bigint
+LANGUAGE sql VOLATILE AS $$
+    SELECT n.number FROM pg_inherits AS i CROSS JOIN LATERAL (SELECT substring(c.relname FROM format('^message_log_%s_p(\d{1,18})$', p_stream))::bigint AS number FROM pg_class AS c WHERE c.oid = i.inhrelid LIMIT 1) AS n
+    WHERE i.inhparent = to_regclass(format('%I', 'message_log_' || p_stream)) AND n.number IS NOT NULL
+      AND NOT EXISTS (SELECT FROM log_partition AS l WHERE l.stream_id = p_stream AND l.number = n.number)
+    ORDER BY 1
+$$;
+
 -- Why that table cannot become a partition of the log, as far as the catalogue shows; NULL: it may. Whether its rows are in the range, ATTACH sees.
 CREATE OR REPLACE FUNCTION does_not_fit(s stream, p_number bigint) RETURNS text
 LANGUAGE plpgsql VOLATILE AS $$
@@ -184,6 +193,12 @@ BEGIN
             format('Restore the tables from a backup and attach them, and `sqlstreams group replay` their ids. If that cannot be: DELETE FROM log_partition WHERE stream_id = %s AND number IN (%s).', s.id,
                    (SELECT string_agg(substring(n FROM '_p(\d+)$'), ', ') FROM unnest(names) AS n)),
             false, jsonb_build_object('partitions', names[1:20], 'ids', ranges);
+    END IF;
+
+    names := ARRAY(SELECT 'message_log_' || s.id || '_p' || n FROM unlisted_partitions(s.id) AS n);
+    IF cardinality(names) > 0 THEN
+        RETURN QUERY SELECT 'partition_unlisted', 'warning', s.name, NULL::text, format('%s of its partitions have no row in log_partition: %s; retention does not know of them', cardinality(names), array_to_string(names[1:5], ', ')),
+            '--fix adds the rows.', true, jsonb_build_object('partitions', names[1:20]);
     END IF;
 
     -- At the head: what is written to, and what is next.

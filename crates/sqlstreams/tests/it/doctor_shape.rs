@@ -292,6 +292,8 @@ async fn partitions_that_were_detached_come_back() {
     let both = format!("{}; {}", detach(0), detach(3));
     heals(&client, &db, &both, "partition_detached", "message_log_1_p3").await;
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.message_log_1").await, 3_600);
+    let forget = "DELETE FROM sqlstreams.log_partition WHERE number IN (1, 2)";
+    heals(&client, &db, forget, "partition_unlisted", "message_log_1_p2").await;
     // One that was detached, and cut off at that: it is attached for no query any more.
     db.batch_execute("UPDATE pg_inherits SET inhdetachpending = true WHERE inhrelid = 'sqlstreams.message_log_1_p2'::regclass").await.unwrap();
     let found = finding(&client.doctor()).await;
