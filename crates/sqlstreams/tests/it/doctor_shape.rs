@@ -430,6 +430,9 @@ async fn repairs_at_once_are_one() {
         "ALTER SEQUENCE sqlstreams.message_delayed_1_id_seq RESTART",
         "ALTER SEQUENCE sqlstreams.stream_id_seq RESTART",
         "ALTER TABLE sqlstreams.message_delayed_1 ALTER id DROP IDENTITY",
+        "ALTER TABLE sqlstreams.consumer_group ALTER max_attempts SET DEFAULT 1",
+        "ALTER SEQUENCE sqlstreams.consumer_owner NO CYCLE",
+        "DELETE FROM sqlstreams.log_partition WHERE number = 1",
     ] {
         db.batch_execute(breaks).await.unwrap();
         let found = finding(&client.doctor()).await;

@@ -34,7 +34,10 @@ pub(crate) async fn run(args: DropArgs, context: &Context) -> anyhow::Result<()>
             let dead = counted(status.dead.unsigned_abs(), "dead letter");
             format!("with its position and {dead}")
         }
-        Err(error) if error.kind() == ErrorKind::Database => "whose cursor is missing".to_owned(),
+        // (Not one of the server's.)
+        Err(error) if error.kind() == ErrorKind::Database && error.sql_state().is_none() => {
+            "whose cursor is missing".to_owned()
+        }
         Err(error) => return Err(error.into()),
     };
     let (stream, name) = (&args.stream, &args.group);
