@@ -20,6 +20,7 @@ mod defaults;
 mod delayed;
 mod delivery;
 mod doctor;
+mod doctor_repair;
 mod doctor_shape;
 mod dropped;
 mod economics;
