@@ -118,7 +118,10 @@ pub(crate) async fn remake_functions(
 }
 
 async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Result<()> {
-    let mut tx = begin(client, schema).await?;
+    if is_well(client, schema).await? {
+        return Ok(());
+    }
+    let tx = begin(client, schema).await?;
     let found = Installed::look(&tx, schema).await?;
     found.require_usable(schema)?;
     if found != Installed::Same {
@@ -127,9 +130,6 @@ async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Res
             .with_hint("Have its functions made anew by a program of that version."));
     }
     enter(&tx, schema).await?;
-    if is_well(&mut tx).await? {
-        return Ok(());
-    }
     make_functions(&tx).await?;
     let note = "INSERT INTO audit (action, stream_name) VALUES ('doctor_' || $1, '')";
     tx.query_typed(note, &[(&why, Type::TEXT)]).await.map_err(failed)?;
@@ -137,11 +137,13 @@ async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Res
 }
 
 /// Whether all functions and views are there, as they were made: somebody else may have been faster. A look that fails says no.
-async fn is_well(tx: &mut Transaction<'_>) -> Result<bool> {
+async fn is_well(client: &mut PgClient, schema: &Schema) -> Result<bool> {
     let look = "SELECT f.missing IS NULL AND f.changed IS NULL AND NOT EXISTS (SELECT FROM shape_differences(NULL) WHERE part = 'view') FROM altered_functions() AS f";
-    let looking = tx.transaction().await.map_err(failed)?;
-    let well = looking.query_typed_one(look, &[]).await.is_ok_and(|row| row.get(0));
-    looking.rollback().await.map_err(failed)?;
+    // A transaction of its own, after those that were faster; not a savepoint, below which functions would be another transaction's (installed.sql).
+    let tx = begin(client, schema).await?;
+    enter(&tx, schema).await?;
+    let well = tx.query_typed_one(look, &[]).await.is_ok_and(|row| row.get(0));
+    tx.rollback().await.map_err(failed)?;
     Ok(well)
 }
 
