@@ -13,6 +13,8 @@ use crate::migrate;
 
 /// How often a repair is tried whose locks others have.
 const TRIES: u32 = 5;
+/// Of the installation: what is repaired by making all functions and views anew.
+const REMADE: [&str; 3] = ["functions_missing", "functions_changed", "views_missing"];
 const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
 
 /// Looks at an installation, says what is wrong, and repairs what it safely can. From [`Client::doctor`] or
@@ -98,7 +100,8 @@ impl Doctor {
     /// Everything that is found, of all streams. Changes nothing and waits for nobody: some look-ups per stream, group and partition,
     /// whatever the tables hold.
     ///
-    /// Needs to read all tables of the schema; its owner may. A schema that is missing or not this crate's is a finding, and then the only one.
+    /// Needs to read all tables of the schema; its owner may. A schema that is missing or not this crate's is a finding, and then the only one;
+    /// so are functions that somebody has dropped. What cannot be looked at of one stream is a finding, too, and the others are looked at.
     ///
     /// # Errors
     /// The database's.
@@ -133,8 +136,22 @@ impl Doctor {
             }
         }
         let doctor = &inner.queries.doctor;
-        let rows = self.client.query(doctor, &[&stream], "look at the installation").await?;
-        Ok(rows.iter().map(Finding::from_row).collect())
+        let found = self.client.query(doctor, &[&stream], "look at the installation").await;
+        match found {
+            Ok(rows) => Ok(rows.iter().map(Finding::from_row).collect()),
+            // Not even the doctor's own functions are all there.
+            Err(error) if error.sql_state() == Some("42883") => Ok(vec![Finding {
+                code: "functions_missing".to_owned(),
+                severity: Severity::Error,
+                stream: None,
+                group: None,
+                message: format!("functions of the installation are missing: {error}"),
+                hint: "--fix makes all functions anew. More may be found then.".to_owned(),
+                fixable: true,
+                detail: Value::Null,
+            }]),
+            Err(error) => Err(error),
+        }
     }
 
     /// Repairs what was found, in a transaction of its own, and says what that did, for programs. It looks again first: what is well
@@ -149,6 +166,12 @@ impl Doctor {
         if !finding.fixable {
             let text = format!("{} cannot be repaired by itself", finding.code);
             return Err(Error::new(ErrorKind::InvalidArgument, text).with_hint(&finding.hint));
+        }
+        if finding.stream.is_none() && REMADE.contains(&&*finding.code) {
+            let mut connection = self.client.connection("make the functions anew").await?;
+            let schema = &self.client.inner.schema;
+            migrate::remake_functions(&mut connection, schema, &finding.code).await?;
+            return Ok(finding.detail.clone());
         }
         if finding.code.starts_with("schema_") {
             let report = self.client.migrate().await?;

@@ -14,7 +14,8 @@ const AFTER_HELP: &str = "\
 Meant for after a restore, and for whenever something is strange. Looking changes nothing, waits for nobody and takes about as
 long however much there is in the streams. Each finding has a code, which scripts can go by, and says what to do.
 
-With --fix, what can safely be repaired is: sequences are moved, so that no id is used twice, and parts that are missing are made.
+With --fix, what can safely be repaired is: sequences are moved, so that no id is used twice, parts that are missing are made, detached
+partitions are attached again, and functions, defaults and sequences that somebody has changed are what this version makes them.
 Each repair is a transaction of its own and leaves a row in the table audit. Only the owner of the tables may.
 
 The exit code is 1 if an error is left, 0 if there are none, warnings or not.

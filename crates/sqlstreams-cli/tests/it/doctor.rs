@@ -50,6 +50,12 @@ fn what_cannot_be_repaired_stays() {
         (&told["repairs"][0]["code"], &told["findings"][0]["code"]),
         (&json!("restored"), &json!("cursor_missing"))
     );
+    bench.run(&["group", "drop", "orders", "g"]).assert_error(2, &["whose cursor is missing"]);
+    assert_eq!(
+        bench.ok(&["group", "drop", "orders", "g", "--yes"]),
+        "dropped group \"g\" of stream \"orders\"\n"
+    );
+    assert_eq!(bench.ok(&["doctor"]), "nothing is wrong\n");
     // A warning is no failure.
     bench.sql("DROP TABLE sqlstreams.consumer_group CASCADE; ");
     let bench = Bench::with_orders("");

@@ -127,13 +127,23 @@ BEGIN
     RETURN coalesce((SELECT bindings FROM binding_set WHERE group_id = p_group ORDER BY version DESC LIMIT 1), '[]');
 END $$;
 
+-- Whether these are in force, and the latest that were set: where somebody has deleted a version, the one before it is in force.
+CREATE OR REPLACE FUNCTION bindings_are(p_group bigint, p_bindings jsonb) RETURNS boolean
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    RETURN latest_bindings(p_group) = p_bindings
+       AND (SELECT binding_version FROM consumer_group WHERE id = p_group) = coalesce((SELECT version FROM binding_set WHERE group_id = p_group ORDER BY version DESC LIMIT 1), 0);
+END $$;
+
 -- A new version, for ids above p_after. The caller holds the cursor's lock, or nobody else knows of the group yet.
 CREATE OR REPLACE FUNCTION add_binding_set(p_stream bigint, p_group bigint, p_after bigint, p_bindings jsonb) RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
-    INSERT INTO binding_set (group_id, version, after_id, bindings, condition)
-        SELECT p_group, coalesce(max(version), 0) + 1, p_after, p_bindings, bindings_condition(p_bindings) FROM binding_set WHERE group_id = p_group;
-    UPDATE consumer_group SET bound = true WHERE id = p_group AND NOT bound;
+    WITH added AS (
+        INSERT INTO binding_set (group_id, version, after_id, bindings, condition)
+            SELECT p_group, coalesce(max(version), 0) + 1, p_after, p_bindings, bindings_condition(p_bindings) FROM binding_set WHERE group_id = p_group
+            RETURNING version)
+    UPDATE consumer_group SET bound = true, binding_version = (SELECT version FROM added) WHERE id = p_group;
 END $$;
 
 -- Replaces the bindings of a group for everything above its cursor, which the caller has locked.
@@ -185,11 +195,11 @@ DECLARE
 BEGIN
     PERFORM require_read_committed();
     -- Consumers say this at every start: no lock where nothing changes.
-    IF latest_bindings(p_group) = normal THEN
+    IF bindings_are(p_group, normal) THEN
         RETURN false;
     END IF;
     c := lock_cursor(p_stream, p_group);
-    IF latest_bindings(p_group) = normal THEN
+    IF bindings_are(p_group, normal) THEN
         RETURN false;
     END IF;
     PERFORM replace_bindings(p_stream, g, c, normal);

@@ -97,3 +97,18 @@ BEGIN
     END LOOP;
     RETURN replace(p_template, '$$', tag);
 END $fn$;
+
+-- Everything that makes a function do what it does, in short, and the same in every version of PostgreSQL.
+CREATE OR REPLACE FUNCTION function_digest(p_function oid) RETURNS text
+LANGUAGE sql STABLE AS $$
+    SELECT md5(concat_ws('|', p.prosrc, p.proconfig::text, pg_get_function_result(p.oid), pg_get_function_identity_arguments(p.oid), p.pronargdefaults, p.provolatile, p.prosecdef, p.proisstrict, p.proretset, l.lanname))
+    FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang WHERE p.oid = p_function
+$$;
+
+-- The functions that are made for a stream, as far as they are there.
+CREATE OR REPLACE FUNCTION stream_functions(p_stream bigint) RETURNS oid[]
+LANGUAGE sql VOLATILE AS $$
+    SELECT array_agg(oid) FROM pg_proc
+    WHERE proname = ANY (ARRAY['settle_message_' || p_stream, 'produce_' || p_stream, 'latest_message_' || p_stream, 'current_messages_' || p_stream])
+      AND pronamespace = (SELECT oid FROM pg_namespace WHERE nspname = current_schema())
+$$;

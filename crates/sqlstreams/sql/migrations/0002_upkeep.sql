@@ -231,6 +231,22 @@ ALTER TYPE group_cursor
     -- what is handed out once more, without the cursor: see functions/replay.sql
     ADD ATTRIBUTE replays group_replay[];
 
+-- Something that the doctor has found: see functions/doctor.sql.
+CREATE TYPE doctor_finding AS (
+    code           text,
+    severity       text,
+    stream         text,
+    consumer_group text,
+    message        text,
+    hint           text,
+    fixable        boolean,
+    detail         jsonb
+);
+
+ALTER TABLE consumer_group
+    -- of the bindings that were set last: by which the doctor sees that they are gone from binding_set
+    ADD COLUMN binding_version int NOT NULL DEFAULT 0;
+
 CREATE INDEX consumer_group_of_stream ON consumer_group (stream_id, id);
 
 ALTER TABLE group_tally

@@ -38,3 +38,6 @@ BEGIN
         END IF;
     END LOOP;
 END $$;
+
+-- From here on whoever sets bindings says so. (Not with the column: functions of version 1 have set some since.)
+UPDATE consumer_group AS g SET binding_version = b.version FROM (SELECT group_id, max(version) AS version FROM binding_set GROUP BY group_id) AS b WHERE b.group_id = g.id;

@@ -1,9 +1,9 @@
 -- After an upgrade's functions are made: whoever could call those that were there before can call the new ones. The privileges are those of advance, which every
--- consumer calls; sqlstreams.known_functions has what was there before.
+-- consumer calls (or of another such, where somebody has dropped that); sqlstreams.known_functions has what was there before.
 DO $$
 DECLARE
     known     oid[] := current_setting('sqlstreams.known_functions')::oid[];
-    like_this oid := (SELECT min(oid) FROM pg_proc WHERE oid = ANY (known) AND proname = 'advance');
+    like_this oid := (SELECT oid FROM pg_proc WHERE oid = ANY (known) AND proname IN ('advance', 'extend', 'fetch') ORDER BY proname, oid LIMIT 1);
     f         record;
     a         record;
 BEGIN

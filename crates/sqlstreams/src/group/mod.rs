@@ -98,15 +98,19 @@ impl<T, C> Group<T, C> {
     /// Where it stands now.
     ///
     /// # Errors
-    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's.
+    /// [`UnknownGroup`](ErrorKind::UnknownGroup) when it was dropped meanwhile, or the database's, for one when it has no cursor: then
+    /// [`drop_group`](Self::drop_group) works all the same.
     pub async fn status(&self) -> Result<GroupStatus> {
         let mut found = self.stream.status_of(Some(&self.name)).await?;
-        found.pop().ok_or_else(|| {
-            Error::new(
-                ErrorKind::UnknownGroup,
-                format!("group {} was dropped", shorten(&self.name)),
-            )
-        })
+        if let Some(status) = found.pop() {
+            return Ok(status);
+        }
+        // Fails with what it is when it is there.
+        self.mode().await?;
+        let text = format!("group {} has no cursor: its row is missing", shorten(&self.name));
+        Err(Error::new(ErrorKind::Database, text).with_hint(
+            "Ask `sqlstreams doctor`. A restore has left it out, or somebody has deleted it.",
+        ))
     }
 
     /// Stops handing out messages to the group's consumers, wherever they run. What handlers have in hand is finished; what

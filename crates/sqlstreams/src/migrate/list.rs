@@ -79,13 +79,19 @@ pub(crate) const FUNCTIONS: &[&str] = &[
     include_str!("../../sql/functions/read.sql"),
     include_str!("../../sql/functions/import.sql"),
     include_str!("../../sql/functions/export.sql"),
+    include_str!("../../sql/functions/shape.sql"),
+    include_str!("../../sql/functions/doctor_shape.sql"),
+    include_str!("../../sql/functions/doctor_stream.sql"),
     include_str!("../../sql/functions/doctor.sql"),
+    include_str!("../../sql/functions/doctor_repair.sql"),
     include_str!("../../sql/functions/group_expiry.sql"),
     include_str!("../../sql/functions/schedule.sql"),
     include_str!("../../sql/functions/retention.sql"),
     include_str!("../../sql/functions/archive.sql"),
     include_str!("../../sql/functions/maintain.sql"),
     include_str!("../../sql/functions/generated.sql"),
+    // The last: it notes what all of them have made.
+    include_str!("../../sql/functions/installed.sql"),
 ];
 
 pub(crate) fn version() -> i32 {

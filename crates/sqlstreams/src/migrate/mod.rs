@@ -108,6 +108,49 @@ pub(crate) async fn is_newer(client: &PgClient, schema: &Schema) -> Result<bool>
     Ok(matches!(found, Installed::Newer(_) | Installed::TooNew(..)))
 }
 
+/// Makes the functions and views anew, of an installation of this version: somebody has dropped or changed some. `why` is noted in `audit`.
+pub(crate) async fn remake_functions(
+    client: &mut PgClient,
+    schema: &Schema,
+    why: &str,
+) -> Result<()> {
+    let mut locked_since = None;
+    while let Err(error) = try_to_remake(client, schema, why).await {
+        wait_for_others(&mut locked_since, error).await?;
+    }
+    Ok(())
+}
+
+async fn try_to_remake(client: &mut PgClient, schema: &Schema, why: &str) -> Result<()> {
+    if is_well(client, schema).await? {
+        return Ok(());
+    }
+    let tx = begin(client, schema).await?;
+    let found = Installed::look(&tx, schema).await?;
+    found.require_usable(schema)?;
+    if found != Installed::Same {
+        let text = format!("schema {} is of a later version than this program", schema.quoted());
+        return Err(Error::new(crate::error::ErrorKind::SchemaMismatch, text)
+            .with_hint("Have its functions made anew by a program of that version."));
+    }
+    enter(&tx, schema).await?;
+    make_functions(&tx).await?;
+    let note = "INSERT INTO audit (action, stream_name) VALUES ('doctor_' || $1, '')";
+    tx.query_typed(note, &[(&why, Type::TEXT)]).await.map_err(failed)?;
+    tx.commit().await.map_err(failed)
+}
+
+/// Whether all functions and views are there, as they were made: somebody else may have been faster. A look that fails says no.
+async fn is_well(client: &mut PgClient, schema: &Schema) -> Result<bool> {
+    let look = "SELECT f.missing IS NULL AND f.changed IS NULL AND NOT EXISTS (SELECT FROM shape_differences(NULL) WHERE part = 'view') FROM altered_functions() AS f";
+    // A transaction of its own, after those that were faster; not a savepoint, below which functions would be another transaction's (installed.sql).
+    let tx = begin(client, schema).await?;
+    enter(&tx, schema).await?;
+    let well = tx.query_typed_one(look, &[]).await.is_ok_and(|row| row.get(0));
+    tx.rollback().await.map_err(failed)?;
+    Ok(well)
+}
+
 /// What comes next, or what a transaction did.
 enum Step {
     /// Somebody else was faster: the schema has this version.

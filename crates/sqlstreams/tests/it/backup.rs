@@ -6,6 +6,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use sqlstreams::{Client, Delivery, GroupStatus, Mode, Outgoing, RetryPolicy, Severity, Stream};
+use sqlstreams_dev::Cluster;
 
 use crate::doctor::{codes, finding};
 use crate::support::{client_at, cluster, connect, count, database};
@@ -182,6 +183,39 @@ async fn tb_148_a_whole_dump_is_usable_elsewhere() {
     assert_eq!(codes(&doctor).await, [""; 0]);
     scene.goes_on(1_000_000).await;
     assert_eq!(codes(&doctor).await, [""; 0]);
+}
+
+/// Into servers of these major versions, which are downloaded where they are not here: SQLSTREAMS_RESTORE_MAJORS=16,18.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dump_goes_into_another_major_version() {
+    let majors = std::env::var("SQLSTREAMS_RESTORE_MAJORS").unwrap_or_default();
+    let majors: Vec<u32> = majors.split_terminator(',').map(|n| n.parse().unwrap()).collect();
+    if majors.is_empty() {
+        return;
+    }
+    let from = database().await;
+    let (client, _) = client_at(&from).await;
+    let before = Scene::make(&client).await.standing().await;
+    let folder = Folder::new();
+    let file = folder.path("dump");
+    run("pg_dump", &["-Fc", "-f", &file, "-d", &from]).await;
+    for major in majors {
+        let start = move || Cluster::builder().major(major).start().unwrap();
+        let server = tokio::task::spawn_blocking(start).await.unwrap();
+        let to = server.url("postgres");
+        run("pg_restore", &["-d", &to, "--exit-on-error", &file]).await;
+        let restored = Client::builder(&to).migrate(false).connect().await.unwrap();
+        let doctor = restored.doctor();
+        let found = doctor.look().await.unwrap();
+        println!("{} into {major}: {found:#?}", cluster().major());
+        assert_eq!(codes(&doctor).await, ["restored"]);
+        let scene = Scene::open(&restored).await;
+        assert_eq!(scene.standing().await, before);
+        doctor.repair(&found[0]).await.unwrap();
+        scene.goes_on(1_000_000).await;
+        assert_eq!(codes(&doctor).await, [""; 0]);
+        tokio::task::spawn_blocking(move || drop(server)).await.unwrap();
+    }
 }
 
 /// As docs/backup.md has it.

@@ -142,7 +142,7 @@ async fn tb_150_ids_that_anything_knows_are_not_used_again() {
     ahead("INSERT INTO sqlstreams.message_idempotency_1 VALUES (1, 2, 80, 0, now()), (1, 3, -900, 0, now())", "idempotency_keys", 80).await;
     ahead("UPDATE sqlstreams.stream_fence SET settled = 81", "fence", 81).await;
     ahead("UPDATE sqlstreams.stream_fence SET head = 82, writers = '{9/9}'", "fence", 82).await;
-    ahead(&format!("INSERT INTO sqlstreams.binding_set (group_id, version, after_id, bindings) VALUES ({group}, 1, 83, '[]')"), "bindings", 83).await;
+    ahead(&format!("INSERT INTO sqlstreams.binding_set (group_id, version, after_id, bindings) VALUES ({group}, 1, 83, '[]'); UPDATE sqlstreams.consumer_group SET binding_version = 1"), "bindings", 83).await;
 }
 
 /// What is lost without the doctor.
@@ -247,7 +247,7 @@ async fn parts_that_are_missing_are_made() {
 
     // A table in its way is somebody's.
     db.batch_execute(
-        "ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p78",
+        "DROP TABLE sqlstreams.message_log_1_p78; DELETE FROM sqlstreams.log_partition WHERE number = 78; CREATE TABLE sqlstreams.message_log_1_p78 (mine text)",
     )
     .await
     .unwrap();

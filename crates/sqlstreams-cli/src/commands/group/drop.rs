@@ -2,6 +2,7 @@
 
 use clap::Args;
 use serde_json::json;
+use sqlstreams::ErrorKind;
 
 use crate::commands::{confirm, open_group};
 use crate::context::Context;
@@ -27,20 +28,23 @@ pub(crate) struct DropArgs {
 
 pub(crate) async fn run(args: DropArgs, context: &Context) -> anyhow::Result<()> {
     let group = open_group(&context.reader().await?, &args.stream, &args.group).await?;
-    let status = group.status().await?;
-    confirm(args.yes, || {
-        format!(
-            "drop group {:?} of stream {:?} with its position and {}",
-            status.group,
-            status.stream,
-            counted(status.dead.unsigned_abs(), "dead letter")
-        )
-    })?;
+    // One without its cursor, which has no status, can be dropped as well.
+    let with = match group.status().await {
+        Ok(status) => {
+            let dead = counted(status.dead.unsigned_abs(), "dead letter");
+            format!("with its position and {dead}")
+        }
+        // (Not one of the server's.)
+        Err(error) if error.kind() == ErrorKind::Database && error.sql_state().is_none() => {
+            "whose cursor is missing".to_owned()
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let (stream, name) = (&args.stream, &args.group);
+    confirm(args.yes, || format!("drop group {name:?} of stream {stream:?} {with}"))?;
     group.drop_group().await?;
     match context.json() {
-        true => print_json(&json!({"stream": status.stream, "dropped": status.group})),
-        false => {
-            print(format_args!("dropped group {:?} of stream {:?}", status.group, status.stream))
-        }
+        true => print_json(&json!({"stream": stream, "dropped": name})),
+        false => print(format_args!("dropped group {name:?} of stream {stream:?}")),
     }
 }
