@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sqlstreams::{
-    Bytes, CancellationToken, Client, Consumed, Delivery, Group, GroupBuilder, Outgoing, PayloadType,
-    RetryPolicy, Start, Stream, StreamBuilder,
+    Bytes, CancellationToken, Client, Consumed, Delivery, Group, GroupBuilder, Outgoing,
+    PayloadType, RetryPolicy, Start, Stream, StreamBuilder,
 };
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
@@ -164,7 +164,11 @@ impl Held {
 /// All but the first messages, of which nothing was known, come straight from the log, and each of them once.
 #[tokio::test(flavor = "multi_thread")]
 async fn what_is_claimed_is_read_straight_from_the_log() {
-    for settings in ["jit = on", "default_transaction_isolation = 'serializable'", "plan_cache_mode = force_generic_plan"] {
+    for settings in [
+        "jit = on",
+        "default_transaction_isolation = 'serializable'",
+        "plan_cache_mode = force_generic_plan",
+    ] {
         let url = database().await;
         let name = url.rsplit('/').next().unwrap();
         let alter = format!("ALTER DATABASE {name} SET {settings}");
