@@ -32,7 +32,7 @@ BEGIN
     PERFORM require_read_committed();
     SELECT pending * int8multirange(int8range(p_from, NULL)) AS pending, lanes, replay INTO f FROM find_lease(p_stream, p_group, p_token);
     IF isempty(f.pending) OR id_count(f.pending) < upper(f.pending) - lower(f.pending) OR f.lanes IS NOT NULL OR f.replay IS NOT NULL
-       OR (SELECT bound FROM consumer_group WHERE id = p_group) OR (SELECT first_id > lower(f.pending) FROM stream WHERE id = p_stream) THEN
+       OR (SELECT NOT bound FROM consumer_group WHERE id = p_group) IS NOT TRUE OR (SELECT first_id <= lower(f.pending) FROM stream WHERE id = p_stream) IS NOT TRUE THEN
         RETURN;
     END IF;
     first := lower(f.pending);

@@ -3,7 +3,6 @@
 //! Every call runs in a READ COMMITTED transaction of its own, whatever the default is, and commits without waiting for
 //! the disk: what a crash of the server takes back is a repeat, never a loss. Begin, call and commit travel in one write.
 
-use std::ops::Range;
 use std::time::{Duration, Instant, SystemTime};
 
 use futures_util::future::join4;
@@ -13,7 +12,7 @@ use uuid::Uuid;
 
 use super::fairness::Wish;
 use super::ids::IdSet;
-use super::straight::{COMMIT_AND_BEGIN_READING, First};
+use super::straight::{COMMIT_AND_BEGIN_READING, First, Window};
 use crate::client::{BOOKKEEPING, answered, run, transact, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
@@ -138,7 +137,7 @@ impl Protocol {
         width: i64,
         bytes: i64,
         wish: &Wish,
-        window: Option<Range<i64>>,
+        window: Option<Window>,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
         let failed = |e| Error::from_driver(e, doing);
@@ -220,7 +219,7 @@ impl Protocol {
             }),
         };
         let (page, straight) = match first {
-            Ok(first) => first.page_of(claimed.as_ref(), limit, sent),
+            Ok(first) => first.page_of(claimed.as_ref(), sent),
             Err(error) => (Err(error), None),
         };
         Ok(Advanced {
@@ -237,17 +236,17 @@ impl Protocol {
         })
     }
 
-    /// More messages of a lease; of one that ends with id `last` straight from the log, if that can be.
+    /// More messages of a lease; of one that ends with the window straight from the log, if that can be.
     pub(crate) async fn fetch(
         &self,
         token: Uuid,
         after: i64,
         limit: i64,
         bytes: i64,
-        last: Option<i64>,
+        window: Option<Window>,
     ) -> Result<Page> {
-        if let Some(last) = last
-            && let Some(page) = self.read_more(token, after, last, (limit, bytes)).await?
+        if let Some(window) = window
+            && let Some(page) = self.read_more(token, &window, bytes).await?
         {
             return Ok(page);
         }

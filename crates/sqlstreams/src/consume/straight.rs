@@ -47,12 +47,20 @@ pub(super) struct Straight {
     skip: u32,
 }
 
+/// What is looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Window {
+    pub(crate) ids: Range<i64>,
+    /// The most messages that are read at once. Of large ones fewer than are claimed: to stop in the middle costs a connection.
+    pub(crate) messages: i64,
+}
+
 /// What came in the same round trip as a claim.
 pub(super) enum First {
     /// What `fetch` made of it.
     Page(Page),
     /// What lay in the window.
-    Read(Read, Range<i64>),
+    Read(Read, Window),
 }
 
 /// The rows that came, and whether there were too many bytes for all.
@@ -62,15 +70,20 @@ pub(super) struct Read {
 }
 
 impl Straight {
-    /// The ids to look among for a claim of `limit`, if it is worth a try.
-    pub(super) fn window(&mut self, limit: usize, partition_size: i64) -> Option<Range<i64>> {
+    /// Where to look for a claim of `limit`, of which about `fitting` messages are read at once, if it is worth a try.
+    pub(super) fn window(
+        &mut self,
+        limit: usize,
+        fitting: usize,
+        partition_size: i64,
+    ) -> Option<Window> {
         let from = self.next?;
         if self.skip > 0 {
             self.skip -= 1;
             return None;
         }
         let width = LEAST.max(limit as i64 * 16).min(partition_size.saturating_mul(PARTITIONS));
-        Some(from..from.saturating_add(width))
+        Some(Window { ids: from..from.saturating_add(width), messages: limit.min(fitting) as i64 })
     }
 
     /// These ids were claimed.
@@ -96,12 +109,12 @@ impl Protocol {
         &self,
         connection: &tokio_postgres::Client,
         token: Uuid,
-        window: Option<Range<i64>>,
+        window: Option<Window>,
         (limit, bytes): (i64, i64),
         sent: Instant,
     ) -> Result<First, tokio_postgres::Error> {
         if let Some(window) = window {
-            let read = self.read(connection, token, &window, (limit, bytes)).await?;
+            let read = self.read(connection, token, &window, bytes).await?;
             return Ok(First::Read(read, window));
         }
         let params: [&(dyn ToSql + Sync); 6] =
@@ -111,21 +124,19 @@ impl Protocol {
         fetched.and_then(|rows| ended.map(|()| First::Page(Page::from_rows(&rows, sent))))
     }
 
-    /// The messages after id `after` of a lease that ends with id `last`; nothing if they have to be fetched.
+    /// The messages of a lease that ends with the window; nothing if they have to be fetched.
     pub(super) async fn read_more(
         &self,
         token: Uuid,
-        after: i64,
-        last: i64,
-        (limit, bytes): (i64, i64),
+        window: &Window,
+        bytes: i64,
     ) -> Result<Option<Page>> {
         let doing = "fetch messages";
-        let window = after + 1..last.saturating_add(1);
         let connection = self.stream.client.connection(doing).await?;
         let sent = Instant::now();
         let calls = join(
             connection.batch_execute(BEGIN_READING),
-            self.read(&connection, token, &window, (limit, bytes)),
+            self.read(&connection, token, window, bytes),
         );
         let answer = within(ANSWER, calls, doing).await.and_then(|(begun, read)| {
             begun.and(read).map_err(|error| Error::from_driver(error, doing))
@@ -137,21 +148,22 @@ impl Protocol {
             }
             answer => self.stream.client.keep(connection, answer)?,
         };
-        Ok((!read.rows.is_empty()).then(|| read.into_page(last, limit, sent)))
+        let last = window.ids.end - 1;
+        Ok((!read.rows.is_empty()).then(|| read.into_page(last, window.messages, sent)))
     }
 
-    /// Reads what the lease of this token holds in the window, at most `limit` messages and about `bytes`, and commits. Where they are far
-    /// more bytes it stops in the middle, after which the connection is of no use any more.
+    /// Reads what the lease of this token holds in the window, and commits. Where it is far more than so many bytes it stops in the
+    /// middle, after which the connection is of no use any more.
     async fn read(
         &self,
         connection: &tokio_postgres::Client,
         token: Uuid,
-        window: &Range<i64>,
-        (limit, bytes): (i64, i64),
+        Window { ids, messages }: &Window,
+        bytes: i64,
     ) -> Result<Read, tokio_postgres::Error> {
         let query = &self.stream.queries.fetch_range;
         let params: [&(dyn ToSql + Sync); 5] =
-            [&self.group, &token, &window.start, &window.end, &limit];
+            [&self.group, &token, &ids.start, &ids.end, messages];
         let typed = params.into_iter().zip(query.types.iter().cloned());
         let (cut, was_cut) = oneshot::channel();
         let read = async {
@@ -193,22 +205,21 @@ impl First {
         matches!(self, Self::Read(Read { cut: true, .. }, _))
     }
 
-    /// The page of the lease that was claimed, of which at most `limit` messages were asked for at `sent`; and whether it came
-    /// straight from the log, where that was tried.
+    /// The page of the lease that was claimed, which was asked for at `sent`; and whether it came straight from the log, where that
+    /// was tried.
     pub(super) fn page_of(
         self,
         claimed: Option<&Claimed>,
-        limit: i64,
         sent: Instant,
     ) -> (Result<Page>, Option<bool>) {
         match (self, claimed.and_then(|c| c.pending.first().zip(c.pending.last()))) {
             (Self::Page(page), _) => (Ok(page), None),
             (Self::Read(..), None) => (Ok(Page::default()), None),
-            (Self::Read(read, window), Some((first, last))) => {
+            (Self::Read(read, Window { ids, messages }), Some((first, last))) => {
                 // What lies beyond the window was not looked at.
-                let whole = window.contains(&first) && window.contains(&last);
+                let whole = ids.contains(&first) && ids.contains(&last);
                 match whole && !read.rows.is_empty() {
-                    true => (Ok(read.into_page(last, limit, sent)), Some(true)),
+                    true => (Ok(read.into_page(last, messages, sent)), Some(true)),
                     false => (Ok(Page::unread()), Some(false)),
                 }
             }
@@ -260,17 +271,18 @@ mod tests {
     #[test]
     fn nothing_is_tried_before_the_first_claim() {
         let mut straight = Straight::default();
-        assert_eq!(straight.window(100, 1_000_000), None);
+        assert_eq!(straight.window(100, 100, 1_000_000), None);
         straight.claimed(41);
-        assert_eq!(straight.window(100, 1_000_000), Some(42..10_042));
-        assert_eq!(straight.window(100_000, 1_000_000), Some(42..1_600_042));
+        let mut window = |limit| straight.window(limit, 200, 1_000_000).unwrap();
+        assert_eq!(window(100), Window { ids: 42..10_042, messages: 100 });
+        assert_eq!(window(100_000), Window { ids: 42..1_600_042, messages: 200 });
     }
 
     #[test]
     fn the_planner_looks_at_few_partitions() {
         let mut straight = Straight::default();
         straight.claimed(0);
-        assert_eq!(straight.window(20_000, 1_000), Some(1..4_001));
+        assert_eq!(straight.window(20_000, 20_000, 1_000).unwrap().ids, 1..4_001);
     }
 
     #[test]
@@ -279,13 +291,13 @@ mod tests {
         straight.claimed(1);
         let mut tries = 0;
         for _ in 0..10_000 {
-            if straight.window(1, 1_000).is_some() {
+            if straight.window(1, 1, 1_000).is_some() {
                 tries += 1;
                 straight.tried(false);
             }
         }
         assert!((10..30).contains(&tries), "{tries}");
         straight.tried(true);
-        assert!(straight.window(1, 1_000).is_some());
+        assert!(straight.window(1, 1, 1_000).is_some());
     }
 }

@@ -8,7 +8,7 @@ use tokio_postgres::error::{Severity, SqlState};
 
 use super::commit::{self, Committed, Transaction};
 use super::connection::Borrowed;
-use super::executor::{Batch, Inserted, Written};
+use super::executor::{Batch, Inserted, Written, complete};
 use super::receipt::Receipt;
 use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
@@ -69,18 +69,20 @@ async fn write(
     let mut batches = parts.map(|(_, messages)| Batch { stream, messages });
     let first = batches.next().unwrap_or(Batch { stream, messages: &[] });
     // In one write, in this order.
+    let mut sent = first.messages.len();
     let answers = join(connection.batch_execute(BEGIN), first.insert(connection));
-    let (begun, inserted) =
-        within(INSERT_LIMIT, answers, DOING).await.map_err(Failure::Trouble)?;
+    let (begun, inserted) = within(INSERT_LIMIT, answers, DOING).await.map_err(Failure::Trouble)?;
     if begun.as_ref().is_err_and(refused) && !inserted.as_ref().is_err_and(refused) {
         let text = "BEGIN was cancelled, and the messages may have been committed without it";
         return Err(Failure::Other(commit::unknown(text)));
     }
     let Inserted { mut written, transaction } = begun.and(inserted).map_err(failure)?;
     for batch in batches {
+        sent += batch.messages.len();
         let more = within(INSERT_LIMIT, batch.insert(connection), DOING).await;
         written.extend(more.map_err(Failure::Trouble)?.map_err(failure)?.written);
     }
+    complete(sent, written.len()).map_err(Failure::Other)?;
     match transaction {
         Some((xid, pid)) => {
             let receipts = written.iter().map(|written| written.receipt).collect();

@@ -9,7 +9,7 @@ use tokio_postgres::types::{ToSql, Type};
 
 use super::keys;
 use super::receipt::{Duplicate, Receipt};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Encoded, When};
 use crate::payload::Payload;
 use crate::queries::Query;
@@ -98,6 +98,7 @@ impl Batch<'_> {
     async fn insert_in(&self, connection: &tokio_postgres::Client) -> Result<Vec<Receipt>> {
         let inserted =
             self.insert(connection).await.map_err(|e| Error::from_driver(e, "produce"))?;
+        complete(self.messages.len(), inserted.written.len())?;
         keys::look_after(self.stream, self.messages);
         Ok(inserted.written.into_iter().map(|written| written.receipt).collect())
     }
@@ -174,6 +175,18 @@ impl Batch<'_> {
         let types = query.types.iter().cloned().chain([self.stream.payload_type.array_type()]);
         let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.iter().copied().zip(types).collect();
         connection.query_typed(&query.sql, &typed).await
+    }
+}
+
+/// Which message is where can be told only if all were stored: somebody's trigger on the log may have left some out.
+pub(super) fn complete(sent: usize, stored: usize) -> Result<()> {
+    match stored == sent {
+        true => Ok(()),
+        false => {
+            let text = format!("{stored} of {sent} messages were stored");
+            Err(Error::new(ErrorKind::Database, text)
+                .with_hint("A trigger on the log has left the others out. It must not."))
+        }
     }
 }
 

@@ -80,6 +80,7 @@ mod schema;
 mod seek;
 mod shutdown;
 mod sql_arguments;
+mod straight;
 mod support;
 mod surplus;
 mod tokens;

@@ -8,6 +8,7 @@ use super::Coordinator;
 use crate::consume::delivery::History;
 use crate::consume::fairness::ALL;
 use crate::consume::protocol::Page;
+use crate::consume::straight::Window;
 use crate::consume::workers::Job;
 use crate::error::{ErrorKind, Result};
 use crate::partitions;
@@ -25,11 +26,18 @@ impl Coordinator {
         let wish = self.fairness.wish(lanes);
         let partition_size = self.protocol.stream.partition_size;
         let window = match self.is_plain() && limit > 0 {
-            true => self.straight.window(limit, partition_size),
+            true => self.straight.window(limit, self.pace.fitting(), partition_size),
             false => None,
         };
-        let call =
-            self.protocol.advance(&reports, token, limit as i64, width as i64, bytes, &wish, window);
+        let call = self.protocol.advance(
+            &reports,
+            token,
+            limit as i64,
+            width as i64,
+            bytes,
+            &wish,
+            window,
+        );
         let advanced = self.unless_orphaned(token, call.await, limit > 0)?;
         self.exceptions_next = true;
         self.limited = advanced.limited;
@@ -136,7 +144,11 @@ impl Coordinator {
         let bytes = self.pace.fetch_bytes();
         let straight = self.is_plain() && limit > 1 && self.straight.works();
         let last = if straight { self.holding.lock().last_id(token) } else { None };
-        match self.protocol.fetch(token, after, limit as i64, bytes, last).await {
+        let window = last.map(|last| Window {
+            ids: after + 1..last.saturating_add(1),
+            messages: limit.min(self.pace.fitting()) as i64,
+        });
+        match self.protocol.fetch(token, after, limit as i64, bytes, window).await {
             Err(error) if limit == 1 && error.may_be_a_message() => {
                 let id = self.protocol.next_id(token, after).await?;
                 let fetched = self.holding.lock().fetched(token, id, id.is_some());
