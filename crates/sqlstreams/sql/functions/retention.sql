@@ -219,17 +219,18 @@ BEGIN
     RETURN 1;
 END $$;
 
--- The partitions that are leaving, the lowest first, as they are: state as in log_partition, the leaf's name as it is written in SQL, whether it is there, part of the log, or
--- halfway out of it; and whether the caller may drop it.
+-- The partitions that are leaving, the lowest first, as they are: state as in log_partition, the leaf's name as it is written in SQL, whether it is there, part of the
+-- log, or halfway out of it; and whether the caller may drop it. Those that could not be dropped come last, any of them: they keep no others from going.
 CREATE OR REPLACE FUNCTION leaving_partitions(p_stream bigint, p_limit int DEFAULT 8)
 RETURNS TABLE (number bigint, state text, parent text, leaf text, present boolean, attached boolean, pending boolean, permitted boolean)
 LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     SELECT p.number, p.state, format('%I.%I', current_schema(), 'message_log_' || p_stream), format('%I.%I', current_schema(), 'message_log_' || p_stream || '_p' || p.number),
            c.oid IS NOT NULL, i.inhrelid IS NOT NULL, coalesce(i.inhdetachpending, false), coalesce(pg_has_role(c.relowner, 'USAGE'), true)
-    FROM log_partition AS p
+    FROM (SELECT x.number, x.state, row_number() OVER (ORDER BY x.kept_by IS NOT NULL, CASE WHEN x.kept_by IS NULL THEN x.number ELSE random() END) AS turn
+          FROM log_partition AS x WHERE x.stream_id = p_stream AND x.state <> 'attached' ORDER BY turn LIMIT p_limit) AS p
     LEFT JOIN pg_class AS c ON c.oid = to_regclass(format('%I.%I', current_schema(), 'message_log_' || p_stream || '_p' || p.number))
     LEFT JOIN pg_inherits AS i ON i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.%I', current_schema(), 'message_log_' || p_stream))
-    WHERE p.stream_id = p_stream AND p.state <> 'attached' ORDER BY p.number LIMIT p_limit
+    ORDER BY p.turn
 $$;
 
 -- Of a DETACH … CONCURRENTLY that runs: whether it waits for the lock of the leaf, and has for half a second. It holds that of the parent meanwhile, so that no
@@ -277,21 +278,33 @@ BEGIN
         EXECUTE format('TRUNCATE %I', leaf);
     END IF;
     RETURN true;
-EXCEPTION WHEN lock_not_available THEN
+EXCEPTION WHEN lock_not_available OR feature_not_supported THEN
+    -- Somebody has it; or somebody's foreign key refers to it.
     RETURN false;
 END $$;
 
--- Drops a leaf that is not part of the log any more and that nobody needs, and with it the last trace of the partition. False: it is too early, or somebody reads it.
+-- Drops a leaf that is not part of the log any more and that nobody needs, and with it the last trace of the partition. False: it is too early, or somebody reads
+-- it. NULL: something of somebody's is made of it, a view say, which is not for us to drop; that is written down (log_partition.kept_by).
 CREATE OR REPLACE FUNCTION drop_leaf(p_stream bigint, p_number bigint) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '200ms' AS $$
 DECLARE
     leaf text := 'message_log_' || p_stream || '_p' || p_number;
+    why  text;
 BEGIN
     PERFORM FROM log_partition WHERE stream_id = p_stream AND number = p_number AND (state = 'archived' OR state = 'leaving' AND to_regclass(format('%I', leaf)) IS NULL) FOR UPDATE;
     IF NOT FOUND OR EXISTS (SELECT FROM pg_inherits WHERE inhrelid = to_regclass(format('%I', leaf))) THEN
         RETURN false;
     END IF;
-    EXECUTE format('DROP TABLE IF EXISTS %I', leaf);
+    BEGIN
+        EXECUTE format('DROP TABLE IF EXISTS %I', leaf);
+    EXCEPTION WHEN dependent_objects_still_exist THEN
+        GET STACKED DIAGNOSTICS why = PG_EXCEPTION_DETAIL;
+    END;
+    IF why IS NOT NULL THEN
+        why := left(replace(why, E'\n', ', '), 500);
+        UPDATE log_partition SET kept_by = why, kept_since = coalesce(kept_since, clock_timestamp()) WHERE stream_id = p_stream AND number = p_number AND kept_by IS DISTINCT FROM why;
+        RETURN NULL;
+    END IF;
     DELETE FROM log_partition WHERE stream_id = p_stream AND number = p_number;
     RETURN true;
 EXCEPTION WHEN lock_not_available THEN
@@ -309,12 +322,39 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
     ORDER BY a.opened DESC, a.xact_start LIMIT 1
 $$;
 
+-- Who has the row of the stream, or of a partition that is leaving, locked, for people: what keeps retention from it that could not have that lock. As a rule another
+-- that does the same; no row where it is over.
+CREATE OR REPLACE FUNCTION retention_busy(p_stream bigint) RETURNS TABLE (who text, since timestamptz)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
+DECLARE
+    mark    xid;
+    lockers xid[] := '{}';
+BEGIN
+    -- Locks of rows are not in pg_locks: the row has the number of the transaction that holds it, or that of a set of transactions.
+    FOR mark IN SELECT s.xmax FROM stream AS s WHERE s.id = p_stream
+                UNION ALL SELECT p.xmax FROM log_partition AS p WHERE p.stream_id = p_stream AND p.state <> 'attached' LOOP
+        lockers := lockers || mark;
+        BEGIN
+            lockers := lockers || ARRAY(SELECT m.xid FROM pg_get_multixact_members(mark) AS m);
+        EXCEPTION WHEN OTHERS THEN
+            NULL;   -- no such set
+        END;
+    END LOOP;
+    RETURN QUERY
+    SELECT CASE WHEN l.pid IS NULL THEN 'a prepared transaction'
+                ELSE format('process %s%s', l.pid, ' (' || nullif(concat_ws(', ', nullif(a.application_name, ''), a.usename, a.state), '') || ')') END, a.xact_start
+    FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+    WHERE l.locktype = 'transactionid' AND l.granted AND l.transactionid = ANY (lockers) AND l.pid IS DISTINCT FROM pg_backend_pid()
+    ORDER BY a.xact_start LIMIT 1;
+END $$;
+
 -- The step of a stream has ended; p_detaching: what is leaving waits for others; p_held: a group keeps something; p_idle: there was nothing to do. Notes that, and
 -- says when to come again.
 CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean, p_idle boolean) RETURNS interval
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
-    h retention_hold;
+    h    retention_hold;
+    kept timestamptz := (SELECT min(p.kept_since) FROM log_partition AS p WHERE p.stream_id = p_stream AND p.state <> 'attached');
 BEGIN
     IF NOT p_permitted THEN
         PERFORM set_retention_hold(p_stream, 'privilege', p_detail => format('%s is not the owner of the tables', quote_ident(current_user)));
@@ -332,7 +372,7 @@ BEGIN
     END IF;
     SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
     -- What has been held up for long is looked at more rarely.
-    RETURN least(greatest((clock_timestamp() - h.since) / 10, interval '2 seconds'), interval '10 minutes');
+    RETURN least(greatest((clock_timestamp() - greatest(h.since, kept)) / 10, interval '2 seconds'), interval '10 minutes');
 END $$;
 
 -- What holds the retention of a stream up, now.
@@ -342,11 +382,29 @@ DECLARE
     h retention_hold;
 BEGIN
     SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
-    IF FOUND THEN
-        SELECT h.reason, g.name, h.since, h.detail INTO reason, consumer_group, since, detail FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
+    -- What cannot be dropped is told beside whatever else it is.
+    SELECT min(k.kept_since), string_agg(k.kept_by, '; ' ORDER BY k.number) INTO since, detail
+        FROM (SELECT p.number, p.kept_by, p.kept_since FROM log_partition AS p WHERE p.stream_id = p_stream AND p.state <> 'attached' AND p.kept_by IS NOT NULL ORDER BY p.number LIMIT 3) AS k;
+    IF h.stream_id IS NOT NULL THEN
+        SELECT h.reason, g.name, h.since, nullif(concat_ws('; ', h.detail, detail), '') INTO reason, consumer_group, since, detail
+            FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
         IF h.group_id IS NOT NULL THEN
             resolved := (resolved_by_groups(p_stream, h.group_id)).resolved;
         END IF;
         RETURN NEXT;
+    ELSIF since IS NOT NULL THEN
+        reason := 'depends';
+        RETURN NEXT;
     END IF;
 END $$;
+
+-- The streams whose retention something holds up, by name, at most p_limit.
+CREATE OR REPLACE FUNCTION list_retention_holds(p_limit bigint DEFAULT 100)
+RETURNS TABLE (stream text, reason text, consumer_group text, resolved bigint, since timestamptz, detail text)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT s.name, h.* FROM (
+        SELECT x.id, x.name FROM stream AS x
+        WHERE x.id IN (SELECT r.stream_id FROM retention_hold AS r UNION ALL SELECT p.stream_id FROM log_partition AS p WHERE p.state <> 'attached' AND p.kept_by IS NOT NULL)
+        ORDER BY x.name LIMIT p_limit) AS s
+    CROSS JOIN LATERAL retention_hold(s.id) AS h ORDER BY s.name
+$$;

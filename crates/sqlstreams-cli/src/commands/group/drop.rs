@@ -28,12 +28,13 @@ pub(crate) struct DropArgs {
 pub(crate) async fn run(args: DropArgs, context: &Context) -> anyhow::Result<()> {
     let group = open_group(&context.reader().await?, &args.stream, &args.group).await?;
     let status = group.status().await?;
+    let dead = group.count_dead_letters().await?;
     confirm(args.yes, || {
         format!(
             "drop group {:?} of stream {:?} with its position and {}",
             status.group,
             status.stream,
-            counted(status.dead.unsigned_abs(), "dead letter")
+            counted(dead, "dead letter")
         )
     })?;
     group.drop_group().await?;
