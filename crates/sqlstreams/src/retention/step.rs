@@ -1,5 +1,5 @@
 //! Letting partitions go: one step of the upkeep of one stream. What state a partition is in is read off the database, so that it does not matter who did
-//! the last part, and whether to the end. See sql/functions/retention.sql.
+//! the last part, and whether to the end. See sql/functions/retention.sql, retention_leave.sql and retention_hold.sql.
 
 use std::time::{Duration, Instant};
 

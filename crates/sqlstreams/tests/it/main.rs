@@ -75,6 +75,8 @@ mod running;
 mod scale;
 mod scene;
 mod schedules;
+mod schedules_held;
+mod schedules_upkeep;
 mod schema;
 mod seek;
 mod shutdown;
