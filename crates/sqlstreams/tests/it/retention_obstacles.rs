@@ -1,8 +1,9 @@
-//! What is in the way of retention beside readers and groups: another that does the same, and what users have made of a partition.
+//! What is in the way of retention beside readers and groups: another that does the same, and what users have made of a partition, and the minute for which
+//! each stays.
 
 use std::time::{Duration, SystemTime};
 
-use sqlstreams::{HoldReason, RetentionHold};
+use sqlstreams::{HoldReason, Retention, RetentionHold};
 
 use crate::retention::{Scene, hour, scene};
 use crate::support::{connect, count, eventually};
@@ -129,4 +130,28 @@ async fn what_is_made_of_a_partition_keeps_that_alone() {
     }
     scene.let_go(8).await;
     assert_eq!((scene.strays().await, hold(&scene).await), (0, None));
+}
+
+/// Whatever the limits say: a producer whose connection broke asks for a minute what became of its messages.
+#[tokio::test]
+async fn a_partition_that_is_full_stays_for_a_minute() {
+    for keep in [Retention::forever().until_resolved(), Retention::forever().keep_count(1)] {
+        let scene = scene(keep).await;
+        scene.fill(2_500).await;
+        scene.consume("a").await;
+        scene.seal(true).await;
+        let due = "SELECT count(*) FROM sqlstreams.retention_due(ARRAY[(1, 2500, 1000)::sqlstreams.stream_head])";
+        for age in [0, 40] {
+            let sql = format!(
+                "UPDATE sqlstreams.log_partition SET sealed_at = now() - interval '{age} seconds' WHERE sealed_at IS NOT NULL"
+            );
+            scene.db.batch_execute(&sql).await.unwrap();
+            assert_eq!(scene.stream.retain().await.unwrap().partitions, 0, "after {age} s");
+            assert_eq!(count(&scene.db, due).await, 0, "after {age} s");
+        }
+        let sql = "UPDATE sqlstreams.log_partition SET sealed_at = now() - interval '61 seconds' WHERE sealed_at IS NOT NULL";
+        scene.db.batch_execute(sql).await.unwrap();
+        assert_eq!(count(&scene.db, due).await, 1);
+        scene.let_go(2).await;
+    }
 }
