@@ -73,7 +73,8 @@ BEGIN
     RETURN mark;
 END $$;
 
--- Drops a group that has shown no sign of life since p_mark. False where it has, or somebody has its cursor locked.
+-- Drops a group that has shown no sign of life since p_mark, and since it was warned of. False where it has, or somebody has its cursor locked: a claim says that it is
+-- there under that lock.
 CREATE OR REPLACE FUNCTION expire_group(p_stream bigint, p_group bigint, p_mark text, p_since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -83,7 +84,8 @@ DECLARE
     dead   bigint;
 BEGIN
     EXECUTE format('SELECT claimed FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE SKIP LOCKED', 'consumer_group_cursor_' || p_stream) INTO locked USING p_group;
-    IF locked IS NULL OR cursor_mark(p_stream, p_group) IS DISTINCT FROM p_mark OR g.paused THEN
+    IF locked IS NULL OR cursor_mark(p_stream, p_group) IS DISTINCT FROM p_mark OR g.paused
+       OR NOT EXISTS (SELECT FROM group_watch AS w WHERE w.group_id = p_group AND w.warned_at IS NOT NULL) THEN
         RETURN false;
     END IF;
     EXECUTE format('SELECT count(*) FROM %I WHERE group_id = $1 AND state = ''dead''', 'exception_queue_' || p_stream) INTO dead USING p_group;

@@ -243,3 +243,43 @@ async fn a_claim_in_vain_waits_for_nobody_who_has_the_row() {
     db.batch_execute(claim).await.unwrap();
     assert_eq!(count(&db, seen).await, 1);
 }
+
+/// Between the look that finds a group to be over and its end there is a moment, in which somebody may come: a claim, with or without messages, one that is
+/// under way, a pause.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_comes_in_the_last_moment_keeps_the_group() {
+    let url = crate::support::database().await;
+    let (client, db) = crate::support::client_at(&url).await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.set_group_expiry(Some(DAY)).await.unwrap();
+    let group = stream.group("g").create().await.unwrap();
+    stream.producer().send(&1).await.unwrap();
+    client.maintenance().once().await.unwrap();
+    let mark = "SELECT mark FROM sqlstreams.group_watch";
+    let mark: String = db.query_one(mark, &[]).await.unwrap().get(0);
+    db.batch_execute("SET search_path = sqlstreams").await.unwrap();
+    let expire = async |mark: &str| -> bool {
+        let sql = "SELECT expire_group(1, 1, $1, now() - interval '2 days')";
+        db.query_one(sql, &[&mark]).await.unwrap().get(0)
+    };
+    let warn =
+        "UPDATE sqlstreams.group_watch SET warned_at = now() - interval '2 hours', seen_at = NULL";
+    let claim =
+        "SELECT sqlstreams.advance(1, 1, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 10)";
+    let other = crate::support::connect(&url).await;
+    db.batch_execute(warn).await.unwrap();
+    other.batch_execute(&format!("BEGIN; {claim}")).await.unwrap();
+    assert!(!expire(&mark).await, "a claim is under way");
+    other.batch_execute("COMMIT").await.unwrap();
+    assert!(!expire(&mark).await, "it has got something");
+    let mark: String = db.query_one("SELECT cursor_mark(1, 1)", &[]).await.unwrap().get(0);
+    other.batch_execute(claim).await.unwrap();
+    assert!(!expire(&mark).await, "it has got nothing, and taken the warning back");
+    db.batch_execute(warn).await.unwrap();
+    group.pause().await.unwrap();
+    assert!(!expire(&mark).await, "it is paused");
+    group.resume().await.unwrap();
+    assert_eq!(names(&stream).await, ["g"]);
+    assert!(expire(&mark).await);
+    assert_eq!(names(&stream).await, [""; 0]);
+}
