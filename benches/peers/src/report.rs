@@ -38,7 +38,7 @@ impl Facts {
         let mut text = format!("{}\n", self.machine);
         for &bytes in &self.plan.payload_bytes {
             let mut table = Table::new();
-            table.load_preset(presets::UTF8_HORIZONTAL_ONLY).set_header(COLUMNS);
+            table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_header(COLUMNS);
             for column in table.column_iter_mut().skip(2) {
                 column.set_cell_alignment(CellAlignment::Right);
             }
