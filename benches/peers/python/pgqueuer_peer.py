@@ -27,40 +27,35 @@ def payload(number, size):
     return f'{{"n":"{number:010}","pad":"{letters[start:start + size - 28]}"}}'.encode()
 
 
-async def install(pool, _request):
-    async with pool.acquire() as connection:
-        await Queries.from_asyncpg_connection(connection).install()
+async def install(queries, _request):
+    await queries[0].install()
 
 
-async def fresh(pool, _request):
-    await pool.execute(f"TRUNCATE {TABLES}")
+async def fresh(queries, _request):
+    await queries[0].driver.execute(f"TRUNCATE {TABLES}")
 
 
-async def produce(pool, request):
+async def produce(queries, request):
     first, end, size = request["first"], request["end"], request["bytes"]
     middle = (first + end) // 2
 
-    async def part(start, stop):
-        async with pool.acquire() as connection:
-            queries = Queries.from_asyncpg_connection(connection)
-            for batch in range(start, stop, BATCH):
-                numbers = range(batch, min(batch + BATCH, stop))
-                payloads = [payload(number, size) for number in numbers]
-                await queries.enqueue([ENTRYPOINT] * len(payloads), payloads, [0] * len(payloads))
+    async def part(queries, start, stop):
+        for batch in range(start, stop, BATCH):
+            numbers = range(batch, min(batch + BATCH, stop))
+            payloads = [payload(number, size) for number in numbers]
+            await queries.enqueue([ENTRYPOINT] * len(payloads), payloads, [0] * len(payloads))
 
-    await asyncio.gather(part(first, middle), part(middle, end))
+    await asyncio.gather(part(queries[0], first, middle), part(queries[1], middle, end))
 
 
-async def send(pool, request):
+async def send(queries, request):
     numbers = iter(range(request["first"], request["end"]))
 
-    async def sender():
-        async with pool.acquire() as connection:
-            queries = Queries.from_asyncpg_connection(connection)
-            for number in numbers:
-                await queries.enqueue(ENTRYPOINT, payload(number, request["bytes"]))
+    async def sender(queries):
+        for number in numbers:
+            await queries.enqueue(ENTRYPOINT, payload(number, request["bytes"]))
 
-    await asyncio.gather(*(sender() for _ in range(SENDERS)))
+    await asyncio.gather(*map(sender, queries))
 
 
 async def consume(url, request):
@@ -88,20 +83,18 @@ async def consume(url, request):
 
 
 async def main(url):
-    pool = await asyncpg.create_pool(url, min_size=0, max_size=SENDERS)
+    queries = []
     work = {"install": install, "fresh": fresh, "produce": produce, "send": send}
     while line := await asyncio.to_thread(sys.stdin.readline):
         request = json.loads(line)
-        if request["do"] == "warm":
-            held = await asyncio.gather(*(pool.acquire() for _ in range(SENDERS)))
-            await asyncio.gather(*(pool.release(connection) for connection in held))
-            answer = {}
-        elif request["do"] == "consume":
+        if request["do"] == "consume":
             answer = await consume(url, request)
         else:
-            answer = await work[request["do"]](pool, request) or {}
+            # Those that produce have their connections before anything is measured.
+            while len(queries) < SENDERS:
+                queries.append(Queries.from_asyncpg_connection(await asyncpg.connect(url)))
+            answer = await work[request["do"]](queries, request) or {}
         print(json.dumps(answer), flush=True)
-    await pool.close()
 
 
 logging.basicConfig(level=logging.ERROR)

@@ -25,62 +25,36 @@ use self::place::Place;
 use self::report::Facts;
 use self::run::Plan;
 
-const AFTER_HELP: &str = "\
-Each peer runs in turn, alone, with its own best way to move many messages. A round measures
-SQLStreams and then the peer, each on a queue that is new and empty:
-  produce   messages are stored by the bulk path
-  send      64 tasks send one message at a time; each waits until it is stored
-  consume   what was produced is received and acknowledged by the bulk path
-  pipeline  both at once
-The figures are medians of the rounds; ratios are made round by round. How many messages a
-measurement moves follows from the peer's rate, so that slow ones end, too. Everything is durable
-(PostgreSQL: fsync and synchronous_commit on) but where the report says otherwise, and every
-message has to arrive: a peer that loses one has failed. The settings of each peer are printed.
-Servers run on this machine, in a folder of their own that goes with the run.
+/// The script prints it before anything is built.
+const HELP: &str = include_str!("../help.txt");
 
-Examples:
-  scripts/bench-peers --quick
-  scripts/bench-peers --peer pgmq --peer rabbitmq --bytes 1000
-  scripts/bench-peers --markdown peers.md --json > peers.json";
-
-/// SQLStreams measured beside its peers, on the same machine in the same run
+/// As [`HELP`] says.
 #[derive(Debug, Parser)]
-#[command(name = "bench-peers", after_help = AFTER_HELP)]
+#[command(name = "bench-peers", override_help = HELP)]
 struct Args {
-    /// Only this peer; may be given more than once
-    #[arg(long = "peer", value_name = "PEER")]
+    #[arg(long = "peer")]
     peers: Vec<Which>,
-    /// Not this one; may be given more than once
-    #[arg(long, value_name = "PEER")]
+    #[arg(long)]
     without: Vec<Which>,
-    /// Payload sizes; may be given more than once [default: 1000 and 100; 1000 with --quick]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(40..=1_000_000))]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(40..=1_000_000))]
     bytes: Vec<u32>,
-    /// How often everything is measured
-    #[arg(long, value_name = "N", default_value_t = 3,
-          value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: u32,
-    /// About how long a measurement takes [default: 0.7; 0.4 with --quick]
-    #[arg(long, value_name = "SECONDS")]
+    #[arg(long)]
     seconds: Option<f64>,
-    /// The most messages of a measurement
-    #[arg(long, value_name = "N", default_value_t = 200_000,
+    #[arg(long, default_value_t = 200_000,
           value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     messages: u64,
-    /// A run of less than 3 minutes
     #[arg(long)]
     quick: bool,
-    /// Print all figures as JSON instead of tables
     #[arg(long)]
     json: bool,
-    /// Write a table for a Markdown page to this file, too
-    #[arg(long, value_name = "FILE")]
+    #[arg(long)]
     markdown: Option<PathBuf>,
-    /// Where servers keep their data [default: the system's temporary folder]
-    #[arg(long, value_name = "FOLDER")]
+    #[arg(long)]
     dir: Option<PathBuf>,
-    /// Where scripts/bench-peers has put what it installed
-    #[arg(long, value_name = "FOLDER", env = "BENCH_PEERS_TOOLS", hide = true)]
+    /// Where the script has put what it fetched; it tells by the variable.
+    #[arg(long, env = "BENCH_PEERS_TOOLS", hide = true)]
     tools: PathBuf,
 }
 
@@ -98,8 +72,8 @@ impl Args {
     fn peers(&self) -> Vec<Which> {
         let all = Which::value_variants().iter().copied();
         let wanted = |which: &Which| match self.peers.as_slice() {
-            // Beside itself it is measured only when asked for.
-            [] => *which != Which::Sqlstreams,
+            // Itself beside itself is measured only when asked for.
+            [] => !matches!(which, Which::Sqlstreams | Which::SqlstreamsBatches),
             peers => peers.contains(which),
         };
         all.filter(|which| wanted(which) && !self.without.contains(which)).collect()
@@ -172,4 +146,32 @@ async fn run_all(args: &Args) -> Result<ExitCode> {
     // A peer that is not there is no failure of the run; one that broke down in the midst of it is.
     let broken = |outcome: &run::Outcome| outcome.not_run.is_some() && !outcome.pairs.is_empty();
     Ok(if facts.peers.iter().any(broken) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_help_names_every_option_and_peer() {
+        let command = Args::command();
+        let options = command.get_arguments().filter(|option| !option.is_hide_set());
+        for option in options.filter_map(|option| option.get_long()) {
+            assert!(HELP.contains(&format!(" --{option} ")), "--{option}");
+        }
+        for which in Which::value_variants() {
+            let name = which.to_possible_value().unwrap();
+            assert!(HELP.contains(name.get_name()), "{}", name.get_name());
+        }
+    }
+
+    #[test]
+    fn without_choices_all_peers_run() {
+        let args = Args::parse_from(["bench-peers", "--tools", "t", "--without", "redis"]);
+        let peers = args.peers();
+        assert_eq!(peers.len(), Which::value_variants().len() - 3);
+        assert!(!peers.contains(&Which::Redis) && !peers.contains(&Which::Sqlstreams));
+    }
 }

@@ -67,8 +67,9 @@ impl Messages {
     /// The payloads in batches.
     pub(crate) fn batches(&self, size: usize) -> impl Iterator<Item = Vec<String>> {
         let Range { start, end } = self.numbers;
-        let batch =
-            move |from: u64| (from..(from + size as u64).min(end)).map(|n| self.payload(n)).collect();
+        let batch = move |from: u64| {
+            (from..(from + size as u64).min(end)).map(|n| self.payload(n)).collect()
+        };
         (start..end).step_by(size).map(batch)
     }
 }

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::Serialize;
 
 use crate::machine::Machine;
-use crate::measure::Measured;
+use crate::measure::{Measured, Scenario};
 use crate::run::{Outcome, Pair, Plan};
 
 /// Everything that was found.
@@ -20,32 +20,30 @@ pub(crate) struct Facts {
     pub(crate) peers: Vec<Outcome>,
 }
 
-const COLUMNS: [&str; 9] = [
+const COLUMNS: [&str; 10] = [
     "peer",
     "scenario",
     "messages/s",
     "SQLStreams",
-    "SQLStreams ÷ peer",
+    "ratio",
     "spread",
-    "CPU s per million",
+    "CPU s/million",
     "SQLStreams",
     "WAL bytes/message",
+    "SQLStreams",
 ];
+const SUMMARY: &str =
+    "How many times as many messages a second, and in parentheses a CPU second, SQLStreams moves:";
 
 impl Facts {
     /// For a terminal.
     pub(crate) fn table(&self) -> String {
         let mut text = format!("{}\n", self.machine);
         for &bytes in &self.plan.payload_bytes {
-            let mut table = Table::new();
-            table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_header(COLUMNS);
-            for column in table.column_iter_mut().skip(2) {
-                column.set_cell_alignment(CellAlignment::Right);
-            }
-            for row in self.rows(bytes) {
-                table.add_row(row);
-            }
-            let _ = write!(text, "\n{}\n{table}\n", self.caption(bytes));
+            let _ = write!(text, "\n{}\n{SUMMARY}\n", self.caption(bytes));
+            let summary = self.summary(bytes);
+            let _ = writeln!(text, "\n{}\n", plain(&summary_header(), &summary, 1));
+            let _ = writeln!(text, "{}", plain(&COLUMNS.map(str::to_owned), &self.rows(bytes), 2));
         }
         let _ = write!(text, "\n{}", self.notes("  "));
         text
@@ -55,54 +53,54 @@ impl Facts {
     pub(crate) fn markdown(&self) -> String {
         let mut text = format!("{}\n", self.machine);
         for &bytes in &self.plan.payload_bytes {
-            let _ = write!(text, "\n**{}**\n\n| {} |\n", self.caption(bytes), COLUMNS.join(" | "));
-            let _ = writeln!(text, "| --- | --- |{}", " ---: |".repeat(COLUMNS.len() - 2));
-            for row in self.rows(bytes) {
-                let _ = writeln!(text, "| {} |", row.join(" | "));
-            }
+            let _ = write!(text, "\n**{}** {SUMMARY}\n\n", self.caption(bytes));
+            text += &markdown(&summary_header(), &self.summary(bytes), 1);
+            text += "\n";
+            text += &markdown(&COLUMNS.map(str::to_owned), &self.rows(bytes), 2);
         }
         let _ = write!(text, "\n{}", self.notes("- "));
         text
     }
 
     fn caption(&self, bytes: usize) -> String {
-        format!("{bytes} bytes a message; medians of {} rounds", self.plan.rounds)
+        format!("{bytes} bytes a message, medians of {} rounds.", self.plan.rounds)
     }
 
-    fn rows(&self, bytes: usize) -> Vec<Vec<String>> {
-        let pairs = |outcome: &Outcome| {
-            let fit = |pair: &&Pair| pair.payload_bytes == bytes && !pair.peer.is_empty();
-            outcome.pairs.iter().filter(fit).cloned().collect::<Vec<_>>()
-        };
-        let row = |title: &str, pair: &Pair| {
-            let rate = |measured: &Measured| measured.messages_per_second;
-            let cpu = |measured: &Measured| measured.cpu_seconds_per_million;
-            let (low, ratio, high) = pair.ratio();
-            let wal = median(pair.peer.iter().filter_map(|m| m.wal_bytes_per_message));
-            let our_wal = median(pair.sqlstreams.iter().filter_map(|m| m.wal_bytes_per_message));
-            let wal = match wal {
-                Some(wal) => format!("{} ({})", number(wal), number(our_wal.unwrap_or_default())),
-                None => "–".to_owned(),
+    /// Ratios alone, a row for each peer.
+    fn summary(&self, bytes: usize) -> Vec<Vec<String>> {
+        let row = |(title, pairs): (&str, Vec<&Pair>)| {
+            let ratio = |scenario| {
+                let Some(pair) = pairs.iter().find(|pair| pair.scenario == scenario) else {
+                    return "–".to_owned();
+                };
+                let (_, rate, _) = pair.ratio(|m| m.messages_per_second);
+                let (_, cpu, _) = pair.ratio(|m| 1.0 / m.cpu_seconds_per_million.max(0.001));
+                format!("{rate:.2} ({cpu:.2})")
             };
-            let figure = |value: Option<f64>| value.map_or("–".to_owned(), number);
-            vec![
-                title.to_owned(),
-                pair.scenario.name().to_owned(),
-                figure(median(pair.peer.iter().map(rate))),
-                figure(median(pair.sqlstreams.iter().map(rate))),
-                format!("{ratio:.2}"),
-                format!("{low:.2}–{high:.2}"),
-                figure(median(pair.peer.iter().map(cpu))),
-                figure(median(pair.sqlstreams.iter().map(cpu))),
-                wal,
-            ]
+            let ratios = Scenario::ALL.into_iter().map(ratio);
+            std::iter::once(title.to_owned()).chain(ratios).collect()
         };
-        self.peers
-            .iter()
-            .flat_map(|outcome| {
-                pairs(outcome).iter().map(|pair| row(outcome.title, pair)).collect::<Vec<_>>()
-            })
-            .collect()
+        self.pairs(bytes).map(row).collect()
+    }
+
+    /// Everything, a row for each peer and scenario.
+    fn rows(&self, bytes: usize) -> Vec<Vec<String>> {
+        let rows = |(title, pairs): (&str, Vec<&Pair>)| {
+            let titles = std::iter::once(title.to_owned()).chain(std::iter::repeat(String::new()));
+            let rows = titles.zip(pairs).map(|(title, pair)| row(title, pair));
+            rows.collect::<Vec<_>>()
+        };
+        self.pairs(bytes).flat_map(rows).collect()
+    }
+
+    /// The peers that have figures for this size.
+    fn pairs(&self, bytes: usize) -> impl Iterator<Item = (&str, Vec<&Pair>)> {
+        let peers = self.peers.iter().map(move |outcome| {
+            let pairs = outcome.pairs.iter();
+            let fit = pairs.filter(|pair| pair.payload_bytes == bytes && !pair.peer.is_empty());
+            (outcome.title, fit.collect::<Vec<_>>())
+        });
+        peers.filter(|(_, pairs)| !pairs.is_empty())
     }
 
     /// How it was measured, and what was not.
@@ -127,26 +125,72 @@ impl Facts {
                 note(&format!("{} {what}", outcome.title), &[why.trim_end_matches('.').to_owned()]);
             }
         }
-        note(
-            "In parentheses",
-            &["the WAL of SQLStreams; CPU is that of server and client together".to_owned()],
-        );
+        note("CPU", &["that of all processes of server and client together".to_owned()]);
         text
     }
 }
 
 impl Pair {
-    /// SQLStreams' rate by that of the peer, round by round: the lowest, the median, the highest.
-    fn ratio(&self) -> (f64, f64, f64) {
-        let ratios = self.sqlstreams.iter().zip(&self.peer);
-        let ratios = ratios.map(|(ours, theirs)| {
-            ours.messages_per_second / theirs.messages_per_second.max(f64::MIN_POSITIVE)
-        });
-        let ratios = ratios.collect::<Vec<_>>();
+    /// SQLStreams by the peer, round by round: the lowest ratio, the median, the highest.
+    fn ratio(&self, figure: impl Fn(&Measured) -> f64) -> (f64, f64, f64) {
+        let pairs = self.sqlstreams.iter().zip(&self.peer);
+        let ratio = |(ours, theirs): (&Measured, &Measured)| {
+            figure(ours) / figure(theirs).max(f64::MIN_POSITIVE)
+        };
+        let ratios = pairs.map(ratio).collect::<Vec<_>>();
         let low = ratios.iter().copied().fold(f64::INFINITY, f64::min);
         let high = ratios.iter().copied().fold(0.0, f64::max);
         (low, median(ratios.into_iter()).unwrap_or_default(), high)
     }
+}
+
+fn row(title: String, pair: &Pair) -> Vec<String> {
+    let rate = |measured: &Measured| measured.messages_per_second;
+    let cpu = |measured: &Measured| measured.cpu_seconds_per_million;
+    let (low, ratio, high) = pair.ratio(rate);
+    let wal = median(pair.peer.iter().filter_map(|m| m.wal_bytes_per_message));
+    let our_wal = median(pair.sqlstreams.iter().filter_map(|m| m.wal_bytes_per_message));
+    let figure = |value: Option<f64>| value.map_or("–".to_owned(), number);
+    vec![
+        title,
+        pair.scenario.name().to_owned(),
+        figure(median(pair.peer.iter().map(rate))),
+        figure(median(pair.sqlstreams.iter().map(rate))),
+        format!("{ratio:.2}"),
+        format!("{low:.2}–{high:.2}"),
+        figure(median(pair.peer.iter().map(cpu))),
+        figure(median(pair.sqlstreams.iter().map(cpu))),
+        figure(wal),
+        figure(our_wal),
+    ]
+}
+
+fn summary_header() -> Vec<String> {
+    let scenarios = Scenario::ALL.map(|scenario| scenario.name().to_owned());
+    std::iter::once("SQLStreams ÷".to_owned()).chain(scenarios).collect()
+}
+
+/// Lines and columns, of which the first few are text and the rest numbers.
+fn plain(header: &[String], rows: &[Vec<String>], text: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header);
+    for column in table.column_iter_mut().skip(text) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    for row in rows {
+        table.add_row(row);
+    }
+    table.trim_fmt()
+}
+
+fn markdown(header: &[String], rows: &[Vec<String>], text: usize) -> String {
+    let columns = header.len() - text;
+    let mut table = format!("| {} |\n|{}", header.join(" | "), " --- |".repeat(text));
+    let _ = writeln!(table, "{}", " ---: |".repeat(columns));
+    for row in rows {
+        let _ = writeln!(table, "| {} |", row.join(" | "));
+    }
+    table
 }
 
 fn median(values: impl Iterator<Item = f64>) -> Option<f64> {

@@ -94,7 +94,7 @@ impl Peer for GraphileWorker {
     }
 
     async fn rest(&mut self) -> Result<()> {
-        let sql = format!("TRUNCATE {SCHEMA}._private_jobs");
+        let sql = format!("TRUNCATE {SCHEMA}._private_jobs CASCADE");
         Ok(connect(&self.url).await?.batch_execute(&sql).await?)
     }
 

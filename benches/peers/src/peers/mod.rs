@@ -26,6 +26,8 @@ use crate::place::Place;
 pub(crate) enum Which {
     /// SQLStreams itself, beside itself: what the harness adds
     Sqlstreams,
+    /// SQLStreams with a handler of batches
+    SqlstreamsBatches,
     /// A job table with SKIP LOCKED
     JobTable,
     Pgmq,
@@ -47,6 +49,7 @@ impl Which {
     pub(crate) fn title(self) -> &'static str {
         match self {
             Self::Sqlstreams => "SQLStreams",
+            Self::SqlstreamsBatches => "SQLStreams, batches handled",
             Self::JobTable => "job table",
             Self::Pgmq => "pgmq",
             Self::Pgq => "PgQ",
@@ -62,7 +65,8 @@ impl Which {
     /// Starts what it needs.
     pub(crate) async fn open(self, place: Arc<Place>) -> Result<Box<dyn Peer>> {
         match self {
-            Self::Sqlstreams => sqlstreams::open(place).await,
+            Self::Sqlstreams => sqlstreams::open(place, sqlstreams::Handler::Single).await,
+            Self::SqlstreamsBatches => sqlstreams::open(place, sqlstreams::Handler::Batches).await,
             Self::JobTable => job_table::open(place).await,
             Self::Pgmq => pgmq::open(place).await,
             Self::Pgq => pgq::open(place).await,

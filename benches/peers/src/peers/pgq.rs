@@ -51,7 +51,9 @@ impl Peer for Pgq {
     fn settings(&self) -> Vec<String> {
         vec![
             format!("Debian's pgq3; a tick every {TICK:?} by this program instead of pgqd's 1 s"),
-            format!("produce: COPY into the current table, {BATCH} a commit, {CONNECTIONS} connections"),
+            format!(
+                "produce: COPY into the current table, {BATCH} a commit, {CONNECTIONS} connections"
+            ),
             format!("send: pgq.insert_event from each of {SENDERS} connections"),
             format!(
                 "consume: one consumer, as it has it: next_batch, get_batch_cursor of {FETCH}, \

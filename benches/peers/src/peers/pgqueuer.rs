@@ -26,7 +26,8 @@ pub(crate) struct PgQueuer {
 
 pub(crate) async fn open(place: Arc<Place>) -> Result<Box<dyn Peer>> {
     let python = place.python_tool("python")?;
-    let version = "import importlib.metadata as m; print(m.version('pgqueuer'), m.version('asyncpg'))";
+    let version =
+        "import importlib.metadata as m; print(m.version('pgqueuer'), m.version('asyncpg'))";
     let version = Command::new(&python).args(["-c", version]).output().await?;
     let version = String::from_utf8_lossy(&version.stdout).trim().to_owned();
     let Some((pgqueuer, asyncpg)) = version.split_once(' ') else {
@@ -106,7 +107,6 @@ impl Peer for PgQueuer {
 
     async fn fresh(&mut self) -> Result<()> {
         self.producer.ask(json!({"do": "fresh"})).await?;
-        self.producer.ask(json!({"do": "warm"})).await?;
         Ok(())
     }
 

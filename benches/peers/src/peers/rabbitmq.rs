@@ -11,8 +11,8 @@ use async_trait::async_trait;
 use futures_util::StreamExt as _;
 use futures_util::future::try_join_all;
 use lapin::options::{
-    BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions, ConfirmSelectOptions,
-    QueueDeclareOptions, QueueDeleteOptions,
+    BasicAckOptions, BasicConsumeOptions, BasicPublishOptions, BasicQosOptions,
+    ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, ConnectionProperties};
@@ -150,9 +150,7 @@ async fn publish(channel: Channel, messages: Messages, window: usize) -> Result<
     Ok(())
 }
 
-async fn confirmed(
-    confirm: impl Future<Output = lapin::Result<Confirmation>>,
-) -> Result<()> {
+async fn confirmed(confirm: impl Future<Output = lapin::Result<Confirmation>>) -> Result<()> {
     let confirmation = confirm.await?;
     ensure!(matches!(confirmation, Confirmation::Ack(None)), "refused: {confirmation:?}");
     Ok(())

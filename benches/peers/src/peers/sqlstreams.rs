@@ -1,5 +1,6 @@
 //! SQLStreams, through its crate, as a service would use it.
 
+use std::future::ready;
 use std::sync::Arc;
 
 use anyhow::{Context as _, Result};
@@ -20,8 +21,18 @@ const CONCURRENCY: usize = 16;
 pub(crate) struct SqlStreams {
     place: Arc<Place>,
     url: String,
+    handler: Handler,
     queue: Option<Queue>,
     rounds: u32,
+}
+
+/// What handles messages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Handler {
+    /// One message at a time, as most handlers do.
+    Single,
+    /// Up to [`BATCH`] at a time.
+    Batches,
 }
 
 struct Queue {
@@ -31,9 +42,9 @@ struct Queue {
     group: Group<String, Text>,
 }
 
-pub(crate) async fn open(place: Arc<Place>) -> Result<Box<dyn Peer>> {
-    let url = place.database("sqlstreams").await?;
-    Ok(Box::new(SqlStreams { place, url, queue: None, rounds: 0 }))
+pub(crate) async fn open(place: Arc<Place>, handler: Handler) -> Result<Box<dyn Peer>> {
+    let url = place.database(&format!("sqlstreams_{handler:?}").to_lowercase()).await?;
+    Ok(Box::new(SqlStreams { place, url, handler, queue: None, rounds: 0 }))
 }
 
 impl SqlStreams {
@@ -45,11 +56,15 @@ impl SqlStreams {
 #[async_trait]
 impl Peer for SqlStreams {
     fn settings(&self) -> Vec<String> {
+        let consume = match self.handler {
+            Handler::Single => "run, a handler of single messages".to_owned(),
+            Handler::Batches => format!("run_batches, a handler of up to {BATCH} messages"),
+        };
         vec![
-            format!("a json stream with one group, all settings the defaults"),
+            "a json stream with one group, all settings the defaults".into(),
             format!("produce: send_all of {BATCH} over {CONNECTIONS} connections"),
             format!("send: {SENDERS} tasks share one producer"),
-            format!("consume: run with a handler per message, concurrency {CONCURRENCY}"),
+            format!("consume: {consume}, concurrency {CONCURRENCY}"),
         ]
     }
 
@@ -108,20 +123,36 @@ impl Peer for SqlStreams {
 
     async fn consume(&self, seen: Arc<Seen>) -> Result<()> {
         let stop = CancellationToken::new();
-        let consumer = self.queue()?.group.consumer().concurrency(CONCURRENCY).stop_on(stop.clone());
-        let handler = {
-            let seen = seen.clone();
-            move |message: Delivery<String>| {
-                seen.payload(message.payload.as_bytes());
-                std::future::ready(Outcome::Done)
-            }
-        };
+        let consumer =
+            self.queue()?.group.consumer().concurrency(CONCURRENCY).stop_on(stop.clone());
         let enough = async {
             seen.complete().await;
             stop.cancel();
         };
+        let counts = seen.clone();
+        let run = async {
+            match self.handler {
+                Handler::Single => {
+                    let handler = consumer.run(move |message: Delivery<String>| {
+                        counts.payload(message.payload.as_bytes());
+                        ready(Outcome::Done)
+                    });
+                    handler.await
+                }
+                Handler::Batches => {
+                    let consumer = consumer.batch_size(BATCH);
+                    let handler = consumer.run_batches(move |batch: Vec<Delivery<String>>| {
+                        for message in &batch {
+                            counts.payload(message.payload.as_bytes());
+                        }
+                        ready(Outcome::Done)
+                    });
+                    handler.await
+                }
+            }
+        };
         // It ends once what was handled is settled.
-        let (consumed, ()) = tokio::join!(consumer.run(handler), enough);
+        let (consumed, ()) = tokio::join!(run, enough);
         consumed?;
         Ok(())
     }
