@@ -145,7 +145,7 @@ impl Peer for SqlStreams {
                         for message in &batch {
                             counts.payload(message.payload.as_bytes());
                         }
-                        ready(Outcome::Done)
+                        ready(())
                     });
                     handler.await
                 }
