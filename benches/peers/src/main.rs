@@ -97,44 +97,20 @@ fn main() -> ExitCode {
     }
 }
 
-/// A signal ends the run by dropping it, and with it every server.
+/// A signal ends the run by dropping it, and with it every server. What was measured until then is reported.
 async fn until_interrupted(args: &Args) -> Result<ExitCode> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
-    let code = tokio::select! {
-        code = run_all(args) => return code,
-        _ = interrupt.recv() => 130,
-        _ = terminate.recv() => 143,
+    let mut facts = None;
+    let interrupted = tokio::select! {
+        done = run_all(args, &mut facts) => { done?; None }
+        _ = interrupt.recv() => Some(130),
+        _ = terminate.recv() => Some(143),
     };
-    eprintln!("bench-peers: interrupted; its servers are stopped");
-    Ok(ExitCode::from(code))
-}
-
-async fn run_all(args: &Args) -> Result<ExitCode> {
-    let begun = Instant::now();
-    let (dir, tools) = (args.dir.clone(), args.tools.clone());
-    let place = tokio::task::spawn_blocking(move || Place::open(dir.as_deref(), tools)).await??;
-    let machine = Machine::look_at(&place).await?;
-    let plan = args.plan();
-    let mut facts = Facts {
-        machine,
-        plan: plan.clone(),
-        seconds: 0.0,
-        sqlstreams: Which::Sqlstreams.open(place.clone()).await?.settings(),
-        peers: Vec::new(),
-    };
-    let mut next = 0;
-    for which in args.peers() {
-        let say = |what: &str| {
-            eprintln!("{:>4.0} s  {}: {what}", begun.elapsed().as_secs_f64(), which.title());
-        };
-        let outcome = run::run(which, &place, &plan, &mut next, &say).await;
-        if let Some(why) = &outcome.not_run {
-            say(why);
-        }
-        facts.peers.push(outcome);
+    if interrupted.is_some() {
+        eprintln!("bench-peers: interrupted; its servers are stopped");
     }
-    facts.seconds = begun.elapsed().as_secs_f64();
+    let Some(facts) = facts else { return Ok(ExitCode::from(interrupted.unwrap_or(1))) };
     if let Some(file) = &args.markdown {
         std::fs::write(file, facts.markdown())
             .with_context(|| format!("could not write {}", file.display()))?;
@@ -145,7 +121,36 @@ async fn run_all(args: &Args) -> Result<ExitCode> {
     }
     // A peer that is not there is no failure of the run; one that broke down in the midst of it is.
     let broken = |outcome: &run::Outcome| outcome.not_run.is_some() && !outcome.pairs.is_empty();
-    Ok(if facts.peers.iter().any(broken) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let failed = u8::from(facts.peers.iter().any(broken));
+    Ok(ExitCode::from(interrupted.unwrap_or(failed)))
+}
+
+async fn run_all(args: &Args, facts: &mut Option<Facts>) -> Result<()> {
+    let begun = Instant::now();
+    let (dir, tools) = (args.dir.clone(), args.tools.clone());
+    let place = tokio::task::spawn_blocking(move || Place::open(dir.as_deref(), tools)).await??;
+    let machine = Machine::look_at(&place).await?;
+    let plan = args.plan();
+    let facts = facts.insert(Facts {
+        machine,
+        plan: plan.clone(),
+        seconds: 0.0,
+        sqlstreams: Which::Sqlstreams.open(place.clone()).await?.settings(),
+        peers: Vec::new(),
+    });
+    let mut next = 0;
+    for which in args.peers() {
+        let say = |what: &str| {
+            eprintln!("{:>4.0} s  {}: {what}", begun.elapsed().as_secs_f64(), which.title());
+        };
+        let outcome = run::run(which, &place, &plan, &mut next, &say).await;
+        if let Some(why) = &outcome.not_run {
+            say(why);
+        }
+        facts.peers.push(outcome);
+        facts.seconds = begun.elapsed().as_secs_f64();
+    }
+    Ok(())
 }
 
 #[cfg(test)]
