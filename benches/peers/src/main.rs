@@ -110,7 +110,9 @@ async fn until_interrupted(args: &Args) -> Result<ExitCode> {
     if interrupted.is_some() {
         eprintln!("bench-peers: interrupted; its servers are stopped");
     }
-    let Some(facts) = facts else { return Ok(ExitCode::from(interrupted.unwrap_or(1))) };
+    let Some(facts) = facts.filter(|facts| !facts.peers.is_empty()) else {
+        return Ok(ExitCode::from(interrupted.unwrap_or(0)));
+    };
     if let Some(file) = &args.markdown {
         std::fs::write(file, facts.markdown())
             .with_context(|| format!("could not write {}", file.display()))?;

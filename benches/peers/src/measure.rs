@@ -116,3 +116,66 @@ pub(crate) async fn measure(
         repeated: seen.repeated(),
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::peer::Processes;
+
+    /// A peer that delivers the messages from `from` on, the first of them twice, and says that it is done.
+    struct Fake {
+        from: u64,
+    }
+
+    #[async_trait]
+    impl Peer for Fake {
+        fn settings(&self) -> Vec<String> {
+            Vec::new()
+        }
+
+        fn processes(&self) -> Processes {
+            Processes::default()
+        }
+
+        async fn fresh(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        async fn rest(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        async fn produce(&self, _: Messages) -> Result<()> {
+            Ok(())
+        }
+
+        async fn send(&self, _: Messages) -> Result<()> {
+            bail!("it is closed")
+        }
+
+        async fn consume(&self, seen: Arc<Seen>) -> Result<()> {
+            seen.number(self.from);
+            for number in self.from..seen.numbers().end {
+                seen.number(number);
+            }
+            Ok(())
+        }
+    }
+
+    #[tokio::test]
+    async fn whoever_loses_a_message_has_no_figures() {
+        let messages = Messages::of_size(100).numbered(10..20);
+        for scenario in [Scenario::Consume, Scenario::Pipeline] {
+            let whole = measure(&Fake { from: 10 }, scenario, &messages).await.unwrap();
+            assert_eq!((whole.messages, whole.repeated), (10, 1));
+            let error = measure(&Fake { from: 11 }, scenario, &messages).await.unwrap_err();
+            assert_eq!(error.to_string(), "1 of 10 messages were lost");
+        }
+        let error = measure(&Fake { from: 10 }, Scenario::Send, &messages).await.unwrap_err();
+        assert_eq!(format!("{error:#}"), "could not send: it is closed");
+    }
+}
