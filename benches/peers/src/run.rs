@@ -28,6 +28,9 @@ const FEWEST: u64 = 256;
 /// How many messages warm a peer up. The first time they grow until they take so long that they tell a rate.
 const WARM_UP: u64 = 512;
 const TELLING: f64 = 0.1;
+/// So few may be slow because of a latency alone, unless it takes this long.
+const FEW: u64 = 4_096;
+const SLOW: f64 = 0.5;
 
 /// The figures of a peer and those of SQLStreams beside it, in rounds.
 #[derive(Debug, Clone, Serialize)]
@@ -161,7 +164,8 @@ impl Contestant {
                 if scenario != Scenario::Pipeline {
                     took += self.measure(Scenario::Consume, &some).await?.seconds;
                 }
-                if !first || took > TELLING || count == plan.messages {
+                let tells = took > SLOW || (took > TELLING && count >= FEW);
+                if !first || tells || count == plan.messages {
                     break;
                 }
                 count = (count * 8).min(plan.messages);
@@ -189,7 +193,17 @@ impl Contestant {
 
     /// How many messages the slowest of these scenarios gets through in the time there is.
     fn count(&self, plan: &Plan, messages: &Messages, scenarios: &[Scenario]) -> u64 {
-        let rates = scenarios.iter().filter_map(|&scenario| self.rate(scenario, messages));
+        let rate = |&scenario: &Scenario| {
+            let rate = self.rate(scenario, messages)?;
+            if scenario != Scenario::Pipeline {
+                return Some(rate);
+            }
+            // The little that warms it up may be slow because of a latency.
+            let produce = self.rate(Scenario::Produce, messages)?;
+            let consume = self.rate(Scenario::Consume, messages)?;
+            Some(rate.max(1.0 / (1.0 / produce + 1.0 / consume)))
+        };
+        let rates = scenarios.iter().filter_map(rate);
         let count = (rates.fold(f64::INFINITY, f64::min) * plan.seconds) as u64;
         count.clamp(FEWEST.min(plan.messages), plan.messages)
     }
