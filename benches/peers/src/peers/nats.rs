@@ -124,7 +124,7 @@ impl Peer for Nats {
         };
         vec![
             format!("nats-server {version}, a stream on files, {sync}"),
-            format!("produce: {produce}, which is the faster way here"),
+            format!("produce: {produce}"),
             format!("send: publish and wait for its ack, from {SENDERS} tasks over one connection"),
             format!(
                 "consume: one pull consumer, batches of {READ}, one ack for all before it, of which \
