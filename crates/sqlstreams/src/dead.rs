@@ -47,6 +47,24 @@ impl<T, C> Group<T, C> {
         self.exceptions(Some("dead"), after, limit).await
     }
 
+    /// How many dead letters the group has: all are counted, however long that takes. [`GroupStatus::dead`](crate::GroupStatus::dead) says about how many.
+    ///
+    /// # Errors
+    /// The database's.
+    ///
+    /// ```no_run
+    /// # async fn f(group: sqlstreams::Group<String>) -> sqlstreams::Result<()> {
+    /// println!("{} dead letters", group.count_dead_letters().await?);
+    /// # Ok(()) }
+    /// ```
+    pub async fn count_dead_letters(&self) -> Result<u64> {
+        let client = &self.stream.inner.client;
+        let count = &client.inner.queries.count_dead;
+        let params: [&(dyn ToSql + Sync); 2] = [&self.stream.inner.id, &self.id];
+        let row = client.query_one(count, &params, "count the dead letters").await?;
+        Ok(row.get::<_, i64>(0).unsigned_abs())
+    }
+
     /// Exceptions in a state (`None`: in any) with ids above `after`, lowest first, at most `limit`.
     ///
     /// # Errors

@@ -124,7 +124,9 @@ pub use group::{
     Sought, Start,
 };
 pub use import::{Import, Imported};
-pub use maintain::{Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus};
+pub use maintain::{
+    Maintained, Maintenance, MaintenanceStatus, StepFailure, StepRun, StepStatus, StreamHold,
+};
 pub use message::{
     Headers, MAX_IDEMPOTENCY_KEY_BYTES, MAX_KEY_BYTES, MAX_ROUTING_KEY_BYTES, Message, Outgoing,
 };
@@ -137,7 +139,7 @@ pub use produce::{
 };
 pub use read::{LogPage, Record};
 pub use reclaim::{Left, Reclaimed};
-pub use retention::{HoldReason, Retained, Retention, RetentionHold};
+pub use retention::{HoldReason, Retained, Retention, RetentionBusy, RetentionHold};
 pub use schedule::{
     Fired, Missed, RunKind, Schedule, ScheduleBuilder, ScheduleInfo, ScheduleRun, ScheduleState,
     Timetable,

@@ -417,7 +417,7 @@ impl<T, C> Stream<T, C> {
     /// How long groups of the stream live that nobody consumes, 1 hour to 10 years; `None`, the default: for ever. Then [maintenance](crate::Maintenance) drops them, with
     /// their dead letters. At three quarters of the time their status says so ([`GroupStatus::expires_at`](crate::GroupStatus::expires_at)), and table `audit`.
     ///
-    /// Claims and settlements are signs of life, and so is a consumer of this crate that runs for a few seconds, whether there is anything to consume or not. Paused groups do not
+    /// Claims and settlements are signs of life, also claims that get nothing, and so is a consumer of this crate that runs for a few seconds, whether there is anything to consume or not. Paused groups do not
     /// expire. No group is dropped sooner than so long after this call.
     ///
     /// # Errors

@@ -198,3 +198,59 @@ fn how_long_messages_are_kept_is_set_shown_and_done() {
     );
     assert_eq!(bench.json(&["group", "show", "clicks", "slow"])["dropped"], 1_999);
 }
+
+#[test]
+fn retention_that_another_keeps_from_its_work_says_who_that_is() {
+    let bench = Bench::new();
+    bench.ok(&["stream", "create", "orders", "--partition-size", "1000", "--retain-for", "1h"]);
+    bench.sql("INSERT INTO sqlstreams.message_log_1 (payload) SELECT to_json(n) FROM generate_series(1, 1500) AS n");
+    bench.sql("SELECT sqlstreams.seal_partitions(1); SELECT pg_sleep(0.1); SELECT sqlstreams.seal_partitions(1)");
+    // Nothing is old enough, and nobody is in the way.
+    let free = bench.json(&["stream", "retain", "orders"]);
+    assert_eq!((&free["partitions"], &free["busy"]), (&0.into(), &Value::Null));
+    bench.sql("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '1 day'");
+    let other = bench.start_sql(
+        "SET application_name = 'nightly'; BEGIN; SELECT FROM sqlstreams.stream FOR UPDATE",
+    );
+    let ran = bench.run(&["stream", "retain", "orders"]);
+    let ran = ran.assert_error(1, &["in use by process", "nightly", "since"]);
+    assert!(ran.text().starts_with("0 partitions"), "{}", ran.text());
+    assert!(
+        ran.stderr.contains("hint: ") && ran.stderr.contains("run this again"),
+        "{}",
+        ran.stderr
+    );
+    let ran = bench.run(&["stream", "retain", "orders", "--json"]).assert_code(1);
+    let done: Value = serde_json::from_str(&ran.text()).unwrap();
+    assert!(done["busy"]["by"].as_str().unwrap().contains("nightly"), "{done}");
+    assert!(done["busy"]["since"].is_string(), "{done}");
+    assert_eq!(ran.error()["code"], "stream_busy");
+    assert_eq!(ran.error()["by"], done["busy"]["by"]);
+    other.end();
+    let done = bench.json(&["stream", "retain", "orders"]);
+    assert_eq!((&done["partitions"], &done["busy"]), (&1.into(), &Value::Null));
+}
+
+#[test]
+fn what_is_made_of_a_partition_is_named_by_the_status_of_the_upkeep() {
+    let bench = Bench::new();
+    bench.ok(&["stream", "create", "clicks", "--partition-size", "1000", "--retain-for", "1h"]);
+    bench.sql("INSERT INTO sqlstreams.message_log_1 (payload) SELECT to_json(n) FROM generate_series(1, 1500) AS n");
+    bench.sql("SELECT sqlstreams.seal_partitions(1); SELECT pg_sleep(0.1); SELECT sqlstreams.seal_partitions(1)");
+    bench.sql("UPDATE sqlstreams.log_partition SET sealed_at = sealed_at - interval '1 day'");
+    bench.sql("CREATE VIEW mine AS SELECT * FROM sqlstreams.message_log_1_p0");
+    let told = "view public.mine depends on table message_log_1_p0";
+    crate::support::eventually("it cannot go", || {
+        let ran = bench.run(&["stream", "retain", "clicks"]).assert_ok();
+        ran.stderr.contains(told)
+    });
+    let status = bench.ok(&["maintain", "status"]);
+    assert!(status.contains("retention of stream \"clicks\" is held up since"), "{status}");
+    assert!(status.contains(told), "{status}");
+    let status = bench.json(&["maintain", "status"]);
+    let hold = &status["holds"][0];
+    assert_eq!((&hold["stream"], &hold["reason"]), (&"clicks".into(), &"depends".into()));
+    bench.sql("DROP VIEW mine");
+    assert_eq!(bench.json(&["stream", "retain", "clicks"])["partitions"], 1);
+    assert_eq!(bench.json(&["maintain", "status"])["holds"], serde_json::json!([]));
+}

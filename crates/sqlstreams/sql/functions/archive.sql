@@ -1,7 +1,9 @@
--- message_archive_<n>: messages that outlive their partition, since rows of the exception queue, dead letters above all, refer to them. It is read by id, after the log.
+-- message_archive_<n>: messages that outlive their partition, since rows of the exception queue, dead letters above all, refer to them. It is read by
+-- id, after the log.
 
--- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue, and leases: also those that have run out, which somebody takes over. A call looks at p_limit
--- references at most, and copies about p_bytes; where it ended is noted in the partition's row. Returns how many it copied, and whether that is all: then the partition is marked so.
+-- Copies messages of a partition that is leaving into the archive that something still refers to: rows of the exception queue, and leases: also those
+-- that have run out, which somebody takes over. A call looks at p_limit references at most, and copies about p_bytes; where it ended is noted in the
+-- partition's row. Returns how many it copied, and whether that is all: then the partition is marked so.
 CREATE OR REPLACE FUNCTION archive_referenced(p_stream bigint, p_number bigint, p_limit int DEFAULT 1000, p_bytes bigint DEFAULT 16777216)
 RETURNS TABLE (copied bigint, finished boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
@@ -70,8 +72,8 @@ LANGUAGE sql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
       AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'archive' AND m.stream_id = s.id AND m.next_due > clock_timestamp())
 $$;
 
--- Removes messages from the archive that nothing refers to any more: looks at p_limit of them after id p_after. Returns how many it looked at and removed, and where it ended; upto NULL: at the end.
--- SECURITY DEFINER: whoever does the upkeep need not be allowed to change messages.
+-- Removes messages from the archive that nothing refers to any more: looks at p_limit of them after id p_after. Returns how many it looked at and
+-- removed, and where it ended; upto NULL: at the end. SECURITY DEFINER: whoever does the upkeep need not be allowed to change messages.
 CREATE OR REPLACE FUNCTION tidy_archive(p_stream bigint, p_after bigint DEFAULT 0, p_limit int DEFAULT 1000) RETURNS TABLE (looked_at bigint, removed bigint, upto bigint)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
 DECLARE
@@ -86,8 +88,8 @@ BEGIN
     looked_at := cardinality(ids);
     removed := 0;
     IF looked_at > 0 THEN
-        -- What is copied by now and not referred to in this one snapshot never will be: only a lease makes a row of what has none, and it goes in that transaction.
-        -- A message of a partition that is being copied stays.
+        -- What is copied by now and not referred to in this one snapshot never will be: only a lease makes a row of what has none, and it goes in
+        -- that transaction. A message of a partition that is being copied stays.
         EXECUTE format(
             'WITH kept AS MATERIALIZED (
                  SELECT e.message_id AS id FROM consumer_group AS g
@@ -117,8 +119,9 @@ BEGIN
     RETURN NEXT;
 END $$;
 
--- Gives dead letters up that are older than the stream keeps them, at most p_limit. p_from bounds the look from below, as for expire_idempotency_keys. Returns how many
--- were removed, from where on to go on, and when the next one is due (NULL: there is none). The group counts them as resolved; the audit has their number and ids.
+-- Gives dead letters up that are older than the stream keeps them, at most p_limit. p_from bounds the look from below, as for
+-- expire_idempotency_keys. Returns how many were removed, from where on to go on, and when the next one is due (NULL: there is none). The group
+-- counts them as resolved; the audit has their number and ids.
 CREATE OR REPLACE FUNCTION expire_dead_letters(p_stream bigint, p_from timestamptz DEFAULT '-infinity', p_limit bigint DEFAULT 1000) RETURNS TABLE (removed bigint, upto timestamptz, next_due interval)
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE

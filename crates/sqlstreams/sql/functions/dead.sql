@@ -1,5 +1,16 @@
 -- Dead letters: what an operator does about them.
 
+-- How many dead letters a group has. All of them are counted: list_cursors estimates, where there are very many.
+CREATE OR REPLACE FUNCTION count_dead(p_stream bigint, p_group bigint) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    dead bigint;
+BEGIN
+    PERFORM require_group(p_stream, p_group);
+    EXECUTE format('SELECT count(*) FROM %I WHERE group_id = $1 AND state = ''dead''', 'exception_queue_' || p_stream) INTO dead USING p_group;
+    RETURN dead;
+END $$;
+
 -- Puts dead letters of a group back to work: attempts start again, the history stays. p_ids NULL means all, lowest id
 -- first, at most p_limit of them. Returns the ids; those that are not dead (any more) are not among them, so doing it
 -- twice is harmless. The message itself stays in the log: other groups never see it.

@@ -1,11 +1,12 @@
 -- Groups that nobody consumes any more. A stream may have them expire: after so long without a sign of life they are dropped, with their dead letters, and some
 -- time before that it is said that they will be.
 --
--- A sign of life is a claim or a settlement, which moves the cursor: maintenance compares it with what it was when it last looked, at most an hour ago. Where nothing
--- is produced a group that is consumed does not move: processes that consume by the crate say every half an hour what (note_consumers). A paused group lives.
+-- A sign of life is a claim or a settlement, which moves the cursor: maintenance compares it with what it was when it last looked, at most an hour ago. Where
+-- nothing is produced a group that is consumed does not move. Then whoever asks in vain (poll, advance, advance_lanes) leaves a sign itself, and processes that
+-- consume by the crate say every half an hour what (note_consumers). A paused group lives.
 
--- How long until groups of a stream expire, 1 hour to 10 years; NULL: they never do. Groups are counted from when maintenance first looks at them, so that none is
--- dropped at once.
+-- How long until groups of a stream expire, 1 hour to 10 years; NULL: they never do. Groups are counted from when maintenance first looks at them, so
+-- that none is dropped at once.
 CREATE OR REPLACE FUNCTION expire_groups_after(p_stream bigint, p_after interval) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -22,18 +23,43 @@ BEGIN
     END IF;
 END $$;
 
--- A process says which groups it consumes. Writes nothing of those that do not expire, and of the others every 10 minutes at most.
+-- How long a sign of life is good for before another is written: 10 minutes where groups expire after an hour, an hour where they do after a day.
+CREATE OR REPLACE FUNCTION sign_lasts(p_expiry interval) RETURNS interval
+LANGUAGE sql IMMUTABLE AS $$ SELECT least(greatest(p_expiry / 16, interval '10 minutes'), interval '1 hour') $$;
+
+-- A process says which groups it consumes. Writes nothing of those that do not expire, and of the others no sooner than the last sign is used up. Waits for
+-- nobody who has the row: a claim calls it, under the cursor's lock.
 -- SECURITY DEFINER: it need not be allowed more than to consume.
 CREATE OR REPLACE FUNCTION note_consumers(p_groups bigint[]) RETURNS void
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
 DECLARE
     now timestamptz := clock_timestamp();
 BEGIN
-    INSERT INTO group_watch AS w (group_id, changed_at, seen_at)
+    UPDATE group_watch AS w SET seen_at = now, warned_at = NULL
+        FROM (SELECT x.group_id FROM group_watch AS x JOIN consumer_group AS g ON g.id = x.group_id JOIN stream AS s ON s.id = g.stream_id
+              WHERE x.group_id = ANY (p_groups) AND s.group_expiry IS NOT NULL
+                AND (x.seen_at IS NULL OR x.seen_at NOT BETWEEN now - sign_lasts(s.group_expiry) AND now OR x.warned_at IS NOT NULL)
+              ORDER BY x.group_id FOR UPDATE OF x SKIP LOCKED) AS old
+        WHERE w.group_id = old.group_id;
+    INSERT INTO group_watch (group_id, changed_at, seen_at)
         SELECT g.id, now, now FROM consumer_group AS g JOIN stream AS s ON s.id = g.stream_id
-        WHERE g.id = ANY (p_groups) AND s.group_expiry IS NOT NULL ORDER BY g.id
-        ON CONFLICT (group_id) DO UPDATE SET seen_at = now, warned_at = NULL
-        WHERE w.seen_at IS NULL OR w.seen_at NOT BETWEEN now - interval '10 minutes' AND now OR w.warned_at IS NOT NULL;
+        WHERE g.id = ANY (p_groups) AND s.group_expiry IS NOT NULL AND NOT EXISTS (SELECT FROM group_watch AS w WHERE w.group_id = g.id) ORDER BY g.id
+        ON CONFLICT DO NOTHING;
+END $$;
+
+-- Somebody has asked for work of the group, and there was none. Two rows are read, and nothing is written while the last sign of life is good, or where groups
+-- do not expire.
+CREATE OR REPLACE FUNCTION note_in_vain(p_stream bigint, p_group bigint) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    now    timestamptz := clock_timestamp();
+    expiry interval    := (SELECT group_expiry FROM stream WHERE id = p_stream);
+BEGIN
+    -- In a transaction that is stricter it could fail by what others write at the same time.
+    IF expiry IS NOT NULL AND NOT current_setting('transaction_read_only')::boolean AND current_setting('transaction_isolation') = 'read committed'
+       AND NOT EXISTS (SELECT FROM group_watch AS w WHERE w.group_id = p_group AND w.seen_at BETWEEN now - sign_lasts(expiry) AND now AND w.warned_at IS NULL) THEN
+        PERFORM note_consumers(ARRAY[p_group]);
+    END IF;
 END $$;
 
 -- What changes with every claim and settlement of a group.
@@ -47,7 +73,8 @@ BEGIN
     RETURN mark;
 END $$;
 
--- Drops a group that has shown no sign of life since p_mark. False where it has, or somebody has its cursor locked.
+-- Drops a group that has shown no sign of life since p_mark, and since it was warned of. False where it has, or somebody has its cursor locked: a claim says that it is
+-- there under that lock.
 CREATE OR REPLACE FUNCTION expire_group(p_stream bigint, p_group bigint, p_mark text, p_since timestamptz) RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -57,7 +84,8 @@ DECLARE
     dead   bigint;
 BEGIN
     EXECUTE format('SELECT claimed FROM %I WHERE group_id = $1 ORDER BY generation DESC LIMIT 1 FOR UPDATE SKIP LOCKED', 'consumer_group_cursor_' || p_stream) INTO locked USING p_group;
-    IF locked IS NULL OR cursor_mark(p_stream, p_group) IS DISTINCT FROM p_mark OR g.paused THEN
+    IF locked IS NULL OR cursor_mark(p_stream, p_group) IS DISTINCT FROM p_mark OR g.paused
+       OR NOT EXISTS (SELECT FROM group_watch AS w WHERE w.group_id = p_group AND w.warned_at IS NOT NULL) THEN
         RETURN false;
     END IF;
     EXECUTE format('SELECT count(*) FROM %I WHERE group_id = $1 AND state = ''dead''', 'exception_queue_' || p_stream) INTO dead USING p_group;
@@ -67,8 +95,8 @@ BEGIN
     RETURN true;
 END $$;
 
--- Maintenance: looks at the groups of a stream once an hour, 5,000 at once and 200 of those that have to go; p_after is the id of the group after which to go on.
--- Warns at three quarters of the time.
+-- Maintenance: looks at the groups of a stream once an hour, 5,000 at once and 200 of those that have to go; p_after is the id of the group after
+-- which to go on. Warns at three quarters of the time.
 
 CREATE OR REPLACE FUNCTION groups_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
 LANGUAGE plpgsql VOLATILE AS $$

@@ -372,6 +372,8 @@ BEGIN
     END IF;
     IF c IS DISTINCT FROM before THEN
         PERFORM save_cursor(p_stream, p_group, c);
+    ELSE
+        PERFORM note_in_vain(p_stream, p_group);
     END IF;
     RETURN NEXT;
 END $$;

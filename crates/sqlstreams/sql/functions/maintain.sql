@@ -21,8 +21,8 @@ BEGIN
     END IF;
 END $$;
 
--- Takes the lease for p_holder or renews it, p_lease being 1 s to 5 minutes. Never waits. Returns whether p_holder has it, and for how long whoever has it still does.
--- p_name: what it is called, for people.
+-- Takes the lease for p_holder or renews it, p_lease being 1 s to 5 minutes. Never waits. Returns whether p_holder has it, and for how long whoever
+-- has it still does. p_name: what it is called, for people.
 CREATE OR REPLACE FUNCTION hold_maintenance(p_holder uuid, p_name text DEFAULT NULL, p_lease interval DEFAULT '10 seconds') RETURNS TABLE (held boolean, remaining interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -79,8 +79,8 @@ BEGIN
     RETURN true;
 END $$;
 
--- What came of a step: p_error, if it failed. Then it is put off, for 1 s at first and for 5 minutes at most; else for p_next, if given. p_memory: what the step wants to know the next
--- time; NULL: as it was. Nothing for a stream that is gone.
+-- What came of a step: p_error, if it failed. Then it is put off, for 1 s at first and for 5 minutes at most; else for p_next, if given. p_memory:
+-- what the step wants to know the next time; NULL: as it was. Nothing for a stream that is gone.
 CREATE OR REPLACE FUNCTION record_step(p_step text, p_stream bigint, p_started timestamptz, p_error text DEFAULT NULL, p_next interval DEFAULT NULL, p_memory jsonb DEFAULT NULL) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE
@@ -127,8 +127,8 @@ EXCEPTION WHEN OTHERS THEN
     END LOOP;
 END $$;
 
--- Which steps are due, of the installation or of these streams, or will be. What has failed, or wants to be left alone for a while, is due when that is over. A step that cannot even be
--- looked for keeps no other from it.
+-- Which steps are due, of the installation or of these streams, or will be. What has failed, or wants to be left alone for a while, is due when that
+-- is over. A step that cannot even be looked for keeps no other from it.
 CREATE OR REPLACE FUNCTION maintenance_due(p_heads stream_head[]) RETURNS TABLE (step text, stream_id bigint, due_in interval)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
@@ -156,8 +156,8 @@ BEGIN
     END IF;
 END $$;
 
--- The statement of each pass. Takes or renews the lease and, if that is held, says what is due of up to 1,000 streams with ids above p_after. The first row has no step, and with next_after from
--- where on to go on (NULL: that was all). A row with due_in above zero says when to come again.
+-- The statement of each pass. Takes or renews the lease and, if that is held, says what is due of up to 1,000 streams with ids above p_after. The
+-- first row has no step, and with next_after from where on to go on (NULL: that was all). A row with due_in above zero says when to come again.
 CREATE OR REPLACE FUNCTION maintenance_look(p_holder uuid, p_name text DEFAULT NULL, p_lease interval DEFAULT '10 seconds', p_after bigint DEFAULT 0)
 RETURNS TABLE (held boolean, remaining interval, next_after bigint, step text, stream_id bigint, due_in interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '1s' SET jit = off AS $$

@@ -75,7 +75,8 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT 9223372036854775807 / p_size - 1 $$;
 CREATE OR REPLACE FUNCTION stream_rate(p stream_pace, p_now timestamptz) RETURNS double precision
 LANGUAGE sql IMMUTABLE AS $$ SELECT coalesce((p).rate, 0) * 0.5 ^ least(greatest(extract(epoch FROM p_now - (p).rated_at) / 86400, 0), 1000) $$;
 
--- How many partitions there have to be beyond the one that is written to: for ten minutes at that rate, 3 at least and 1,000 at most: each makes planning a little dearer.
+-- How many partitions there have to be beyond the one that is written to: for ten minutes at that rate, 3 at least and 1,000 at most: each makes
+-- planning a little dearer.
 CREATE OR REPLACE FUNCTION partitions_ahead(p stream_pace, p_size bigint, p_now timestamptz) RETURNS int
 LANGUAGE sql IMMUTABLE AS $$ SELECT greatest(3, least(ceil(stream_rate(p, p_now) * 600 / p_size), 1000))::int $$;
 
@@ -103,9 +104,9 @@ BEGIN
         ON CONFLICT DO NOTHING;
 END $$;
 
--- Makes the partitions up to p_ahead (1 to 1,000; NULL: what the stream's pace asks for) beyond the one that the head is in, p_most at most. Returns how many it made: 0 also
--- where something keeps it from attaching any. The last one is the last that ends before the largest bigint: a stream whose ids have come so far takes no more.
--- SECURITY DEFINER: a producer that may only insert still gets room to insert into.
+-- Makes the partitions up to p_ahead (1 to 1,000; NULL: what the stream's pace asks for) beyond the one that the head is in, p_most at most. Returns
+-- how many it made: 0 also where something keeps it from attaching any. The last one is the last that ends before the largest bigint: a stream whose
+-- ids have come so far takes no more. SECURITY DEFINER: a producer that may only insert still gets room to insert into.
 CREATE OR REPLACE FUNCTION ensure_partitions(p_stream bigint, p_ahead int DEFAULT NULL, p_most int DEFAULT 1000) RETURNS int
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT SET lock_timeout = '1s' AS $$
 DECLARE
@@ -165,7 +166,8 @@ BEGIN
       AND coalesce(made.number, -1) < least(h.head / h.partition_size + partitions_ahead(pace.p, h.partition_size, now), last_partition(h.partition_size));
 END $$;
 
--- more: it is to be called again, at once if that is urgent: there is room for less than half a minute, or for fewer than 3 partitions. trouble: what kept it from making any.
+-- more: it is to be called again, at once if that is urgent: there is room for less than half a minute, or for fewer than 3 partitions. trouble: what
+-- kept it from making any.
 CREATE OR REPLACE FUNCTION maintain_partitions(p_stream bigint) RETURNS TABLE (made int, more boolean, urgent boolean, trouble text)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
 DECLARE

@@ -35,8 +35,8 @@ BEGIN
     END LOOP;
 END $$;
 
--- Two ids next to each other in the log: lower is of a message older than p_at (or the one before the lowest that the log may have), and the first message from upper on
--- is not older, if there is one.
+-- Two ids next to each other in the log: lower is of a message older than p_at (or the one before the lowest that the log may have), and the first
+-- message from upper on is not older, if there is one.
 CREATE OR REPLACE FUNCTION bisect_log(p_stream bigint, p_at timestamptz, OUT lower bigint, OUT upper bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -57,9 +57,10 @@ BEGIN
     END LOOP;
 END $$;
 
--- The lowest id of a message produced at or after p_at (none: the one after the last message), and the highest of one produced before it (none: the one before the
--- lowest that the log may have). An id that is missing while somebody writes to the log may be of a message that is not committed yet: first_from
--- does not lie beyond one in the margin. Where more than a million ids lie in the margin, they are not read, and both are on the safe side: first_from too low, last_before too high.
+-- The lowest id of a message produced at or after p_at (none: the one after the last message), and the highest of one produced before it (none: the
+-- one before the lowest that the log may have). An id that is missing while somebody writes to the log may be of a message that is not committed yet:
+-- first_from does not lie beyond one in the margin. Where more than a million ids lie in the margin, they are not read, and both are on the safe
+-- side: first_from too low, last_before too high.
 CREATE OR REPLACE FUNCTION time_edge(p_stream bigint, p_at timestamptz, OUT first_from bigint, OUT last_before bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE

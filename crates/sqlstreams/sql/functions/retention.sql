@@ -1,35 +1,39 @@
 -- Retention: old messages leave the log, a whole partition at a time.
 --
--- A partition is wanted gone when it lies beyond one of its stream's limits, that is, when what is newer than the limit lies in later partitions: so at least what the
--- limit names is kept, and about a partition more. It goes once every group has resolved it, or at once where the stream has drop_unread.
+-- A partition is wanted gone when it lies beyond one of its stream's limits, that is, when what is newer than the limit lies in later partitions: so
+-- at least what the limit names is kept, and about a partition more. It goes once every group has resolved it, or at once where the stream has
+-- drop_unread.
 --
 --   attached --retire_partitions--> leaving --archive_referenced--> archived --DETACH … CONCURRENTLY, drop_leaf--> gone
 --
--- Each stage is written down (log_partition.state) or can be seen in pg_inherits, so that a crash at any point is gone on from. DETACH … CONCURRENTLY cannot
--- run in a function: a client sends it. One that was interrupted leaves the leaf pending, and is finished by finalize_detach.
+-- Each stage is written down (log_partition.state) or can be seen in pg_inherits, so that a crash at any point is gone on from. DETACH … CONCURRENTLY
+-- cannot run in a function: a client sends it. One that was interrupted leaves the leaf pending, and is finished by finalize_detach.
 --
 -- Invariants:
 --   * Partitions go from the front, and only sealed ones: nothing above the settled id goes, and what commits late goes as late.
---   * stream.first_id only grows. It is set past a partition before anything of that is touched, under FOR UPDATE of the stream's row, in the transaction that has seen,
---     after it had the lock, that every group has resolved it. Whoever puts a cursor anywhere holds that row FOR KEY SHARE and does not go below. So nobody comes
---     to refer to a message of it any more, but for leases that are open (with drop_unread only): what they hold is copied, too.
---   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as well.
+--   * stream.first_id only grows. It is set past a partition before anything of that is touched, under FOR UPDATE of the stream's row, in the
+--     transaction that has seen, after it had the lock, that every group has resolved it. Whoever puts a cursor anywhere holds that row FOR KEY SHARE
+--     and does not go below. So nobody comes to refer to a message of it any more, but for leases that are open (with drop_unread only): what they
+--     hold is copied, too.
+--   * What an exception row refers to is copied into message_archive_<n> before the leaf is let go; fetch_messages and read_messages look there as
+--     well.
 --   * The parent is locked SHARE UPDATE EXCLUSIVE at most: neither producers nor readers wait, and the fence does not take it for a writer.
 
--- The lowest id that is kept, which stays so until the caller's transaction ends: for whoever puts a cursor somewhere, or refers to messages of the log in any other way.
--- SECURITY DEFINER: for the lock.
+-- The lowest id that is kept, which stays so until the caller's transaction ends: for whoever puts a cursor somewhere, or refers to messages of the
+-- log in any other way. SECURITY DEFINER: for the lock.
 CREATE OR REPLACE FUNCTION hold_first_id(p_stream bigint) RETURNS bigint
 LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
     RETURN (SELECT first_id FROM stream WHERE id = p_stream FOR KEY SHARE);
 END $$;
 
--- How long a partition stays after it was sealed, whatever the limits say: a producer whose connection broke asks for a minute what became of its messages (commit.sql).
+-- How long a partition stays after it was sealed, whatever the limits say: a producer whose connection broke asks for a minute what became of its
+-- messages (commit.sql).
 CREATE OR REPLACE FUNCTION retention_min_age() RETURNS interval
 LANGUAGE sql IMMUTABLE AS $$ SELECT interval '1 minute' $$;
 
--- Whether the partitions above one hold p_count ids. Where ids were left out (doctor.sql, import.sql) there are none, so it goes by the first and the last message of each, from the
--- newest on: no more than it takes.
+-- Whether the partitions above one hold p_count ids. Where ids were left out (doctor.sql, import.sql) there are none, so it goes by the first and the
+-- last message of each, from the newest on: no more than it takes.
 CREATE OR REPLACE FUNCTION are_newer(p_stream bigint, p_number bigint, p_head bigint, p_count bigint) RETURNS boolean
 LANGUAGE plpgsql STABLE AS $$
 DECLARE
@@ -51,7 +55,9 @@ END $$;
 CREATE OR REPLACE FUNCTION beyond_limits(s stream, p log_partition, p_head bigint, p_newer numeric, p_now timestamptz) RETURNS boolean
 LANGUAGE sql STABLE AS $$
     SELECT coalesce(p.sealed_at <= p_now - retention_min_age(), false)
-       AND (coalesce(p.sealed_at <= p_now - s.retain_for, false) OR CASE WHEN p_head - p.to_id >= s.retain_count THEN are_newer(s.id, p.number, p_head, s.retain_count) ELSE false END OR coalesce(p_newer >= s.retain_bytes, false))
+       AND (coalesce(p.sealed_at <= p_now - s.retain_for, false)
+            OR CASE WHEN p_head - p.to_id >= s.retain_count THEN are_newer(s.id, p.number, p_head, s.retain_count) ELSE false END
+            OR coalesce(p_newer >= s.retain_bytes, false))
 $$;
 
 CREATE OR REPLACE FUNCTION has_retention(s stream) RETURNS boolean
@@ -59,8 +65,9 @@ LANGUAGE sql IMMUTABLE AS $$ SELECT s.retain_for IS NOT NULL OR s.retain_bytes I
 
 -- Streams where retention has something to do: partitions that are leaving, or an oldest one that may be wanted gone. See maintain.sql.
 --
--- For many streams that have nothing to do it looks at the oldest partition of each, and with retain_bytes at those above it. One whose size is not known yet counts as endless:
--- then retire_partitions measures it. Those that said not to be asked for yet are left out: a row each, every few seconds, would be a lot of rows.
+-- For many streams that have nothing to do it looks at the oldest partition of each, and with retain_bytes at those above it. One whose size is not
+-- known yet counts as endless: then retire_partitions measures it. Those that said not to be asked for yet are left out: a row each, every few
+-- seconds, would be a lot of rows.
 CREATE OR REPLACE FUNCTION retention_due(p_heads stream_head[]) RETURNS TABLE (stream_id bigint, due_in interval)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET jit = off AS $$
 #variable_conflict use_column
@@ -72,7 +79,8 @@ BEGIN
     SELECT s.id, interval '0'
     FROM unnest(p_heads) AS h
     JOIN stream AS s ON s.id = h.stream_id
-    LEFT JOIN LATERAL (SELECT p.number, p.to_id, p.sealed_at FROM log_partition AS p WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS p
+    LEFT JOIN LATERAL (SELECT p.number, p.to_id, p.sealed_at FROM log_partition AS p
+                           WHERE p.stream_id = s.id AND p.state = 'attached' ORDER BY p.number LIMIT 1) AS p
         ON s.retain_for IS NOT NULL OR s.retain_count IS NOT NULL OR s.retain_bytes IS NOT NULL OR s.retain_resolved
     WHERE (s.id IN (SELECT l.stream_id FROM log_partition AS l WHERE l.state <> 'attached')
            OR p.sealed_at <= last AND p.to_id < h.head
@@ -82,21 +90,8 @@ BEGIN
       AND NOT EXISTS (SELECT FROM maintenance_step AS m WHERE m.step = 'retention' AND m.stream_id = s.id AND m.next_due > now);
 END $$;
 
--- Notes what holds retention up, or with NULL that nothing does. SECURITY DEFINER: whoever lacks the privileges to do it says so here.
-CREATE OR REPLACE FUNCTION set_retention_hold(p_stream bigint, p_reason text, p_group bigint DEFAULT NULL, p_detail text DEFAULT NULL) RETURNS void
-LANGUAGE plpgsql VOLATILE SECURITY DEFINER SET search_path FROM CURRENT AS $$
-BEGIN
-    IF p_reason IS NULL THEN
-        DELETE FROM retention_hold WHERE stream_id = p_stream;
-    ELSIF NOT EXISTS (SELECT FROM retention_hold AS h WHERE h.stream_id = p_stream AND h.reason = p_reason AND (h.group_id, h.detail) IS NOT DISTINCT FROM (p_group, p_detail)) THEN
-        INSERT INTO retention_hold AS h (stream_id, reason, group_id, detail) VALUES (p_stream, p_reason, p_group, p_detail)
-            ON CONFLICT (stream_id) DO UPDATE SET reason = p_reason, group_id = p_group, detail = p_detail,
-                since = CASE WHEN h.reason = p_reason AND h.group_id IS NOT DISTINCT FROM p_group THEN h.since ELSE clock_timestamp() END;
-    END IF;
-END $$;
-
--- Marks partitions that are wanted gone, and may go, as leaving: at most p_limit of them. Returns how many, whether a group holds others back, and whether the caller may
--- do it at all: only the owner of the tables can.
+-- Marks partitions that are wanted gone, and may go, as leaving: at most p_limit of them. Returns how many, whether a group holds others back, and
+-- whether the caller may do it at all: only the owner of the tables can.
 CREATE OR REPLACE FUNCTION retire_partitions(p_stream bigint, p_limit int DEFAULT 8) RETURNS TABLE (retired int, held boolean, permitted boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '1s' AS $$
 DECLARE
@@ -104,7 +99,8 @@ DECLARE
     chosen record;
 BEGIN
     PERFORM require_read_committed();
-    SELECT 0, false, pg_has_role(relowner, 'USAGE') INTO retired, held, permitted FROM pg_class WHERE oid = to_regclass(format('%I', 'message_log_' || p_stream));
+    SELECT 0, false, pg_has_role(relowner, 'USAGE') INTO retired, held, permitted
+        FROM pg_class WHERE oid = to_regclass(format('%I', 'message_log_' || p_stream));
     IF NOT permitted THEN
         RETURN NEXT;
         RETURN;
@@ -165,10 +161,11 @@ BEGIN
     END LOOP;
 END $$;
 
--- Puts cursors that stand below the lowest kept id to it, of at most p_limit groups: where unread messages are dropped, consumers then go on behind the gap at once. What they
--- miss is counted (group_tally.dropped), in ids. Returns of how many, and whether there are more.
+-- Puts cursors that stand below the lowest kept id to it, of at most p_limit groups: where unread messages are dropped, consumers then go on behind
+-- the gap at once. What they miss is counted (group_tally.dropped), in ids. Returns of how many, and whether there are more.
 --
--- Without it nothing would break: a gap below the settled id is passed over, in steps. So a group whose cursor somebody keeps locked is left as it is.
+-- Without it nothing would break: a gap below the settled id is passed over, in steps. So a group whose cursor somebody keeps locked is left as it
+-- is.
 CREATE OR REPLACE FUNCTION skip_to_first(p_stream bigint, p_limit int DEFAULT 20) RETURNS TABLE (moved int, more boolean)
 LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off SET lock_timeout = '100ms' AS $$
 DECLARE
@@ -213,140 +210,10 @@ BEGIN
     END IF;
     c.claimed := p_position;
     PERFORM save_cursor(p_stream, p_group, c);
-    INSERT INTO group_tally AS t (group_id, dropped) VALUES (p_group, p_position - was) ON CONFLICT (group_id) DO UPDATE SET dropped = t.dropped + EXCLUDED.dropped;
+    INSERT INTO group_tally AS t (group_id, dropped) VALUES (p_group, p_position - was)
+        ON CONFLICT (group_id) DO UPDATE SET dropped = t.dropped + EXCLUDED.dropped;
     INSERT INTO audit (action, stream_name, group_name, detail)
-        SELECT 'drop_unread', s.name, g.name, jsonb_build_object('from', was + 1, 'to', p_position) FROM consumer_group AS g JOIN stream AS s ON s.id = g.stream_id WHERE g.id = p_group;
+        SELECT 'drop_unread', s.name, g.name, jsonb_build_object('from', was + 1, 'to', p_position)
+            FROM consumer_group AS g JOIN stream AS s ON s.id = g.stream_id WHERE g.id = p_group;
     RETURN 1;
-END $$;
-
--- The partitions that are leaving, the lowest first, as they are: state as in log_partition, the leaf's name as it is written in SQL, whether it is there, part of the log, or
--- halfway out of it; and whether the caller may drop it.
-CREATE OR REPLACE FUNCTION leaving_partitions(p_stream bigint, p_limit int DEFAULT 8)
-RETURNS TABLE (number bigint, state text, parent text, leaf text, present boolean, attached boolean, pending boolean, permitted boolean)
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT p.number, p.state, format('%I.%I', current_schema(), 'message_log_' || p_stream), format('%I.%I', current_schema(), 'message_log_' || p_stream || '_p' || p.number),
-           c.oid IS NOT NULL, i.inhrelid IS NOT NULL, coalesce(i.inhdetachpending, false), coalesce(pg_has_role(c.relowner, 'USAGE'), true)
-    FROM log_partition AS p
-    LEFT JOIN pg_class AS c ON c.oid = to_regclass(format('%I.%I', current_schema(), 'message_log_' || p_stream || '_p' || p.number))
-    LEFT JOIN pg_inherits AS i ON i.inhrelid = c.oid AND i.inhparent = to_regclass(format('%I.%I', current_schema(), 'message_log_' || p_stream))
-    WHERE p.stream_id = p_stream AND p.state <> 'attached' ORDER BY p.number LIMIT p_limit
-$$;
-
--- Of a DETACH … CONCURRENTLY that runs: whether it waits for the lock of the leaf, and has for half a second. It holds that of the parent meanwhile, so that no
--- partition can be made; it is to be cancelled then, and finished by finalize_detach.
-CREATE OR REPLACE FUNCTION detach_is_stuck(p_leaf text) RETURNS boolean
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'relation' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-                   AND relation = to_regclass(p_leaf) AND NOT granted AND mode IN ('ShareUpdateExclusiveLock', 'AccessExclusiveLock')
-                   AND waitstart < clock_timestamp() - interval '500 milliseconds')
-$$;
-
--- Whether DETACH … CONCURRENTLY would wait for the lock of the leaf right away, and hold that of the parent meanwhile: while the leaf is vacuumed, as a rule.
-CREATE OR REPLACE FUNCTION leaf_is_locked(p_leaf text) RETURNS boolean
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'relation' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-                   AND relation = to_regclass(p_leaf) AND mode IN ('ShareUpdateExclusiveLock', 'ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock'))
-$$;
-
--- Finishes the detaching of a leaf that is pending. It waits for older snapshots, of whatever in the database, and holds the lock meanwhile that is needed to make a partition; so
--- it does for a moment only, and is called again. Returns whether the leaf is not part of the log any more.
-CREATE OR REPLACE FUNCTION finalize_detach(p_stream bigint, p_number bigint) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '200ms' AS $$
-DECLARE
-    parent text := 'message_log_' || p_stream;
-    leaf   text := parent || '_p' || p_number;
-BEGIN
-    IF EXISTS (SELECT FROM pg_inherits WHERE inhrelid = to_regclass(format('%I', leaf)) AND inhdetachpending) THEN
-        EXECUTE format('ALTER TABLE %I DETACH PARTITION %I FINALIZE', parent, leaf);
-    END IF;
-    RETURN NOT EXISTS (SELECT FROM pg_inherits WHERE inhrelid = to_regclass(format('%I', leaf)));
-EXCEPTION WHEN lock_not_available THEN
-    RETURN false;
-END $$;
-
--- Gives the disk space of a leaf back that nobody needs and that cannot be detached yet: whoever still reads it keeps it. Returns whether it is empty.
-CREATE OR REPLACE FUNCTION empty_leaf(p_stream bigint, p_number bigint) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '100ms' AS $$
-DECLARE
-    leaf text := 'message_log_' || p_stream || '_p' || p_number;
-BEGIN
-    IF NOT EXISTS (SELECT FROM log_partition WHERE stream_id = p_stream AND number = p_number AND state = 'archived') THEN
-        RETURN false;
-    END IF;
-    IF pg_relation_size(to_regclass(format('%I', leaf))) > 0 THEN
-        EXECUTE format('TRUNCATE %I', leaf);
-    END IF;
-    RETURN true;
-EXCEPTION WHEN lock_not_available THEN
-    RETURN false;
-END $$;
-
--- Drops a leaf that is not part of the log any more and that nobody needs, and with it the last trace of the partition. False: it is too early, or somebody reads it.
-CREATE OR REPLACE FUNCTION drop_leaf(p_stream bigint, p_number bigint) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET lock_timeout = '200ms' AS $$
-DECLARE
-    leaf text := 'message_log_' || p_stream || '_p' || p_number;
-BEGIN
-    PERFORM FROM log_partition WHERE stream_id = p_stream AND number = p_number AND (state = 'archived' OR state = 'leaving' AND to_regclass(format('%I', leaf)) IS NULL) FOR UPDATE;
-    IF NOT FOUND OR EXISTS (SELECT FROM pg_inherits WHERE inhrelid = to_regclass(format('%I', leaf))) THEN
-        RETURN false;
-    END IF;
-    EXECUTE format('DROP TABLE IF EXISTS %I', leaf);
-    DELETE FROM log_partition WHERE stream_id = p_stream AND number = p_number;
-    RETURN true;
-EXCEPTION WHEN lock_not_available THEN
-    RETURN false;
-END $$;
-
--- What is in the way of a DETACH: whoever has the log open for the longest, else the oldest snapshot, for people. Without the privilege to see others' sessions it names no more than
--- their process.
-CREATE OR REPLACE FUNCTION detach_blocker(p_stream bigint) RETURNS text
-LANGUAGE sql VOLATILE SET search_path FROM CURRENT AS $$
-    SELECT format('process %s%s', a.pid, ' (' || nullif(concat_ws(', ', nullif(a.application_name, ''), a.usename, a.state), '') || ')') FROM (
-        SELECT a.*, EXISTS (SELECT FROM pg_locks AS l WHERE l.pid = a.pid AND l.locktype = 'relation' AND l.granted
-                              AND l.relation = to_regclass(format('%I', 'message_log_' || p_stream))) AS opened
-        FROM pg_stat_activity AS a WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL OR a.state LIKE 'idle in%')) AS a
-    ORDER BY a.opened DESC, a.xact_start LIMIT 1
-$$;
-
--- The step of a stream has ended; p_detaching: what is leaving waits for others; p_held: a group keeps something; p_idle: there was nothing to do. Notes that, and
--- says when to come again.
-CREATE OR REPLACE FUNCTION retention_ended(p_stream bigint, p_permitted boolean, p_detaching boolean, p_held boolean, p_idle boolean) RETURNS interval
-LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT AS $$
-DECLARE
-    h retention_hold;
-BEGIN
-    IF NOT p_permitted THEN
-        PERFORM set_retention_hold(p_stream, 'privilege', p_detail => format('%s is not the owner of the tables', quote_ident(current_user)));
-    ELSIF p_detaching AND NOT p_held THEN
-        PERFORM set_retention_hold(p_stream, 'detach', p_detail => detach_blocker(p_stream));
-    ELSIF NOT p_held THEN
-        PERFORM set_retention_hold(p_stream, NULL);
-    END IF;
-    IF p_detaching THEN
-        RETURN interval '1 second';
-    END IF;
-    IF p_idle AND p_permitted AND NOT p_held THEN
-        -- It seemed to be due, as where there is no group that could resolve anything.
-        RETURN interval '10 minutes';
-    END IF;
-    SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
-    -- What has been held up for long is looked at more rarely.
-    RETURN least(greatest((clock_timestamp() - h.since) / 10, interval '2 seconds'), interval '10 minutes');
-END $$;
-
--- What holds the retention of a stream up, now.
-CREATE OR REPLACE FUNCTION retention_hold(p_stream bigint) RETURNS TABLE (reason text, consumer_group text, resolved bigint, since timestamptz, detail text)
-LANGUAGE plpgsql STABLE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
-DECLARE
-    h retention_hold;
-BEGIN
-    SELECT * INTO h FROM retention_hold WHERE stream_id = p_stream;
-    IF FOUND THEN
-        SELECT h.reason, g.name, h.since, h.detail INTO reason, consumer_group, since, detail FROM (SELECT) AS one LEFT JOIN consumer_group AS g ON g.id = h.group_id;
-        IF h.group_id IS NOT NULL THEN
-            resolved := (resolved_by_groups(p_stream, h.group_id)).resolved;
-        END IF;
-        RETURN NEXT;
-    END IF;
 END $$;

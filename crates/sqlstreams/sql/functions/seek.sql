@@ -33,7 +33,8 @@ BEGIN
     s := require_stream(p_stream);
     g := require_group(p_stream, p_group);
     PERFORM require_that(num_nonnulls(p_to, p_id, p_at) = 1, 'a group is moved to one place', 'Say beginning or latest, an id or a time.');
-    PERFORM require_that(coalesce(p_to, 'latest') IN ('beginning', 'latest'), format('there is no place called %s', quote_literal(p_to)), 'Say beginning or latest, an id or a time.');
+    PERFORM require_that(coalesce(p_to, 'latest') IN ('beginning', 'latest'),
+                             format('there is no place called %s', quote_literal(p_to)), 'Say beginning or latest, an id or a time.');
     PERFORM require_that(p_unfinished IN ('keep', 'drop'), 'what is unfinished is kept or dropped', 'Say keep or drop.');
     PERFORM require_that(p_dead IN ('keep', 'repeat'), 'dead letters are kept or repeated', 'Say keep or repeat.');
     IF NOT p_preview THEN
@@ -55,7 +56,9 @@ BEGIN
         after_id := log_head(p_stream);
     END IF;
     after_id := greatest(after_id, lowest_id(p_stream) - 1);
-    PERFORM require_that(after_id <= log_head(p_stream), format('group %s cannot go to id %s: the log of stream %s ends at %s', quote_ident(g.name), after_id + 1, quote_ident(s.name), log_head(p_stream)),
+    PERFORM require_that(after_id <= log_head(p_stream),
+                             format('group %s cannot go to id %s: the log of stream %s ends at %s', quote_ident(g.name), after_id + 1, quote_ident(s.name),
+                                    log_head(p_stream)),
                          'Go to the latest message or to an id that has been drawn.');
 
     IF p_preview THEN
@@ -75,7 +78,8 @@ BEGIN
     before_id := greatest(c.claimed, (SELECT max(x.position) FROM unnest(c.cohorts) AS x));
     repeated := greatest(before_id - after_id, 0);
     skipped := greatest(after_id - c.claimed, 0);
-    EXECUTE format('SELECT count(*), coalesce(sum(id_count(pending * int8multirange(int8range(NULL, $3, ''[]'')))), 0)::bigint FROM %I WHERE group_id = $1 AND seq >= $2', 'consumer_lease_' || p_stream)
+    EXECUTE format('SELECT count(*), coalesce(sum(id_count(pending * int8multirange(int8range(NULL, $3, ''[]'')))), 0)::bigint
+                        FROM %I WHERE group_id = $1 AND seq >= $2', 'consumer_lease_' || p_stream)
         INTO ended_leases, leased USING p_group, c.first_open, after_id;
     EXECUTE format('SELECT count(*) FILTER (WHERE state <> ''dead'' AND message_id <= $2), count(*) FILTER (WHERE state <> ''dead'' AND message_id > $2),
                            count(*) FILTER (WHERE state = ''dead'' AND message_id > $2) FROM %I WHERE group_id = $1', exceptions)
@@ -94,7 +98,8 @@ BEGIN
             USING p_group, CASE WHEN p_unfinished = 'keep' THEN after_id ELSE 0 END;
     END IF;
     c.replays := CASE WHEN p_unfinished = 'keep' THEN
-        (SELECT array_agg((r.id, r.next_id, least(r.upto_id, after_id))::group_replay ORDER BY n) FROM unnest(c.replays) WITH ORDINALITY AS r(id, next_id, upto_id, n) WHERE r.next_id <= after_id) END;
+        (SELECT array_agg((r.id, r.next_id, least(r.upto_id, after_id))::group_replay ORDER BY n)
+         FROM unnest(c.replays) WITH ORDINALITY AS r(id, next_id, upto_id, n) WHERE r.next_id <= after_id) END;
     c.claimed := after_id;
     IF c.cohorts IS NOT NULL THEN
         c.cohorts := ARRAY[(-1, after_id)::lane_cohort];
@@ -105,7 +110,9 @@ BEGIN
     END IF;
     PERFORM save_cursor(p_stream, p_group, c);
     INSERT INTO audit (action, stream_name, group_name, detail)
-        VALUES ('seek', s.name, g.name, jsonb_strip_nulls(jsonb_build_object('to', p_to, 'id', p_id, 'at', p_at, 'before_id', before_id, 'after_id', after_id, 'repeated', repeated, 'skipped', skipped,
+        VALUES ('seek', s.name, g.name, jsonb_strip_nulls(
+            jsonb_build_object('to', p_to, 'id', p_id, 'at', p_at, 'before_id', before_id,
+                'after_id', after_id, 'repeated', repeated, 'skipped', skipped,
             'ended_leases', ended_leases, 'unfinished', unfinished, 'restarted', restarted, 'dead', dead, 'unfinished_was', p_unfinished, 'dead_was', p_dead)));
     PERFORM ring(ARRAY[p_stream]);
     RETURN NEXT;
@@ -126,7 +133,8 @@ BEGIN
         END LOOP;
     END IF;
     EXECUTE format('DELETE FROM %I WHERE group_id = $1 AND seq >= $2 AND isempty(pending * $3)', leases) USING g.id, c.first_open, kept;
-    EXECUTE format('UPDATE %I SET token = gen_random_uuid(), pending = pending * $3, expires_at = ''-infinity'', owner = NULL, holder = NULL WHERE group_id = $1 AND seq >= $2', leases)
+    EXECUTE format('UPDATE %I SET token = gen_random_uuid(), pending = pending * $3, expires_at = ''-infinity'', owner = NULL, holder = NULL
+                        WHERE group_id = $1 AND seq >= $2', leases)
         USING g.id, c.first_open, kept;
     c.first_open := first_open_lease(p_stream, g.id, c);
 END $$;
@@ -141,7 +149,8 @@ DECLARE
 BEGIN
     -- In the order in which everybody locks them.
     EXECUTE format('WITH gone AS MATERIALIZED (
-                        SELECT message_id FROM %1$I WHERE group_id = $1 AND message_id > $2 AND (state <> ''dead'' AND (message_id > $3 OR NOT $4) OR state = ''dead'' AND message_id > $3 AND NOT $5)
+                        SELECT message_id FROM %1$I WHERE group_id = $1 AND message_id > $2
+                            AND (state <> ''dead'' AND (message_id > $3 OR NOT $4) OR state = ''dead'' AND message_id > $3 AND NOT $5)
                         ORDER BY message_id FOR UPDATE)
                     DELETE FROM %1$I AS e USING gone WHERE e.group_id = $1 AND e.message_id = gone.message_id', exceptions)
         USING g.id, CASE WHEN p_keep THEN p_after ELSE -1 END, p_after, p_keep, p_keep_dead;
@@ -151,6 +160,7 @@ BEGIN
                         FROM held WHERE e.group_id = $1 AND e.message_id = held.message_id', exceptions)
             USING g.id;
     END IF;
-    EXECUTE format('SELECT message_id FROM %I WHERE group_id = $1 AND message_id > $2 ORDER BY message_id DESC LIMIT 1', exceptions) INTO highest USING g.id, p_after;
+    EXECUTE format('SELECT message_id FROM %I WHERE group_id = $1 AND message_id > $2 ORDER BY message_id DESC LIMIT 1', exceptions)
+        INTO highest USING g.id, p_after;
     RETURN highest;
 END $$;

@@ -188,6 +188,8 @@ LANGUAGE sql IMMUTABLE AS $shape$ VALUES
 ('log_partition', 'column copied_group', 'bigint NOT NULL', NULL),
 ('log_partition', 'column copied_to', 'bigint NOT NULL', NULL),
 ('log_partition', 'column from_id', 'bigint NOT NULL', NULL),
+('log_partition', 'column kept_by', 'text', NULL),
+('log_partition', 'column kept_since', 'timestamp with time zone', NULL),
 ('log_partition', 'column leaving_at', 'timestamp with time zone', NULL),
 ('log_partition', 'column made_at', 'timestamp with time zone NOT NULL', NULL),
 ('log_partition', 'column number', 'bigint NOT NULL', NULL),

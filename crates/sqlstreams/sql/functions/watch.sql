@@ -1,4 +1,4 @@
--- Looking for work: what consumers do again and again while there is none. No lock, no write.
+-- Looking for work: what consumers do again and again while there is none. No lock, and no write but a sign of life now and then, where groups expire.
 
 -- fresh: ids were drawn beyond the cursor, or something is replayed. lapsed: a lease ran out. due, suspect: exceptions can run. All false while the
 -- group is paused. next_due: when the next exception comes due. owners: whose leases and exceptions are running.
@@ -26,6 +26,8 @@ BEGIN
         INTO due, suspect, next_due, owners USING p_group, now, p_due_from, lapsed_since(now, p_due_from), owners;
     IF paused THEN
         SELECT false, false, false, false, NULL INTO fresh, lapsed, due, suspect, next_due;
+    ELSIF NOT (fresh OR lapsed OR due OR suspect) THEN
+        PERFORM note_in_vain(p_stream, p_group);
     END IF;
     RETURN NEXT;
 END $$;

@@ -22,6 +22,9 @@ CREATE TABLE log_partition (
     copied_to bigint NOT NULL DEFAULT 0,
     -- what it takes on disk with indexes and TOAST, as of when retention needed to know; of streams with retain_bytes
     bytes     bigint,
+    -- why the leaf cannot be dropped, and since when: somebody's view is made of it, say. It is empty, and not part of the log
+    kept_by   text,
+    kept_since timestamptz,
     PRIMARY KEY (stream_id, number)
 );
 
@@ -93,17 +96,18 @@ CREATE TABLE retention_hold (
 
 CREATE INDEX retention_hold_group ON retention_hold (group_id);
 
--- When a group was last seen alive, where groups of its stream expire: written when maintenance finds that it has moved, once an hour at most.
+-- When a group was last seen alive, where groups of its stream expire: written when maintenance finds that it has moved, once an hour at most, and as often when
+-- somebody asks it for work in vain.
 CREATE TABLE group_watch (
     group_id   bigint PRIMARY KEY REFERENCES consumer_group ON DELETE CASCADE,
     -- its cursor, as it was then
     mark       text,
     changed_at timestamptz NOT NULL,
-    -- when one of its consumers said that it was there
+    -- when one of its consumers said that it was there, or asked in vain
     seen_at    timestamptz,
     -- since when it is said that it will expire
     warned_at  timestamptz
-);
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000, autovacuum_vacuum_cost_delay = 0, vacuum_truncate = false);
 
 -- Ranges of the log that a group is handed out once more, or was: see functions/replay.sql. How far each is stands in the group's cursor.
 CREATE TABLE replay (

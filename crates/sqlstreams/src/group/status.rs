@@ -34,6 +34,9 @@ pub struct GroupStatus {
     pub deferred: i64,
     /// Dead letters.
     pub dead: i64,
+    /// `ready`, `inflight`, `deferred` or `dead` is an estimate of the planner's: each is counted up to 100,000, so that looking takes about as long however many
+    /// there are. [`Group::count_dead_letters`](crate::Group::count_dead_letters) counts.
+    pub estimated: bool,
     /// About how many messages had [expired](crate::Outgoing::expires_in) before a handler could have them, as its consumers tell every
     /// few seconds and when they stop; one that dies may not have told of its last.
     pub expired: i64,
@@ -118,6 +121,7 @@ impl GroupStatus {
             expires_at: row.get(23),
             dropped: row.get(24),
             replaying: row.get(25),
+            estimated: row.get(26),
         })
     }
 }

@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 pub(crate) use self::duty::Duty;
 use self::maintainer::{Again, Maintainer, OnStep, Pass};
-pub use self::status::{MaintenanceStatus, StepFailure, StepStatus};
+pub use self::status::{MaintenanceStatus, StepFailure, StepStatus, StreamHold};
 use crate::client::Client;
 use crate::error::{Error, ErrorKind, Result};
 

@@ -7,8 +7,9 @@ use uuid::Uuid;
 
 use super::Maintenance;
 use crate::error::Result;
+use crate::retention::RetentionHold;
 
-/// So many failures are listed.
+/// So many failures are listed, and so many streams that are held up.
 const FAILURES: i64 = 100;
 
 /// The state of the maintenance; from [`Maintenance::status`].
@@ -25,6 +26,18 @@ pub struct MaintenanceStatus {
     pub steps: Vec<StepStatus>,
     /// What fails at present, the last one first, at most 100.
     pub failures: Vec<StepFailure>,
+    /// Streams whose messages are to go and cannot, by name, at most 100.
+    pub holds: Vec<StreamHold>,
+}
+
+/// A stream whose [`Retention`](crate::Retention) is held up.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StreamHold {
+    /// Its name.
+    pub stream: String,
+    /// What it is.
+    pub hold: RetentionHold,
 }
 
 /// What was done of a step, over all streams.
@@ -79,6 +92,8 @@ impl Maintenance {
         let steps = self.client.query(&queries.maintenance_steps, &[], doing).await?;
         let failures = &queries.maintenance_failures;
         let failures = self.client.query(failures, &[&FAILURES], doing).await?;
+        let holds = &queries.list_retention_holds;
+        let holds = self.client.query(holds, &[&FAILURES], doing).await?;
         let left = |row: &&Row| row.get::<_, Option<i64>>(3).unwrap_or_default();
         let held = |row: &&Row| row.get::<_, Option<Uuid>>(0).is_some() && left(row) > 0;
         let holder = rows.first().filter(held);
@@ -88,6 +103,10 @@ impl Maintenance {
             remaining: holder.map(|row| Duration::from_millis(count(left(&row)))),
             steps: steps.iter().map(StepStatus::from_row).collect(),
             failures: failures.iter().map(StepFailure::from_row).collect(),
+            holds: holds
+                .iter()
+                .filter_map(|row| StreamHold::from_row(row).transpose())
+                .collect::<Result<_>>()?,
         })
     }
 }
@@ -105,6 +124,13 @@ impl StepStatus {
             took: seconds(6),
             took_longest: seconds(7),
         }
+    }
+}
+
+impl StreamHold {
+    fn from_row(row: &Row) -> Result<Option<Self>> {
+        let hold = RetentionHold::from_row(row, 1)?;
+        Ok(hold.map(|hold| Self { stream: row.get(0), hold }))
     }
 }
 

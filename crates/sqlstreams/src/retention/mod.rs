@@ -157,7 +157,7 @@ pub struct RetentionHold {
     pub resolved: Option<i64>,
     /// Since when, as far as was looked.
     pub since: SystemTime,
-    /// More, for people: which session is in the way.
+    /// More, for people: which session is in the way, and what is made of partitions that cannot be dropped.
     pub detail: Option<String>,
 }
 
@@ -172,15 +172,19 @@ pub enum HoldReason {
     Detach,
     /// Whoever does the upkeep is not the owner of the tables: run it as who is.
     Privilege,
+    /// Something of somebody's is made of a partition, a view say, so that its table cannot be dropped; [`detail`](RetentionHold::detail) names it. The partition
+    /// is out of the log and empty, and goes when that is dropped. It keeps no other from going.
+    Depends,
 }
 
 impl HoldReason {
-    /// `group`, `detach` or `privilege`.
+    /// `group`, `detach`, `privilege` or `depends`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Group => "group",
             Self::Detach => "detach",
             Self::Privilege => "privilege",
+            Self::Depends => "depends",
         }
     }
 }
@@ -192,6 +196,7 @@ impl RetentionHold {
             Some("group") => HoldReason::Group,
             Some("detach") => HoldReason::Detach,
             Some("privilege") => HoldReason::Privilege,
+            Some("depends") => HoldReason::Depends,
             Some(other) => {
                 let text =
                     format!("retention is held up by {other:?}, which this version does not know");
@@ -209,15 +214,28 @@ impl RetentionHold {
 }
 
 /// What [`Stream::retain`] did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Retained {
     /// How many partitions are gone.
     pub partitions: u64,
     /// How many dead letters went.
     pub dead_letters: u64,
-    /// Messages that are to go wait for something: see [`StreamInfo::hold`](crate::StreamInfo::hold).
+    /// Messages that are to go wait for something: see [`StreamInfo::hold`](crate::StreamInfo::hold), or `busy`.
     pub waiting: bool,
+    /// Somebody had the stream locked for as long as this tried, about five seconds: another that lets its messages go, as a rule, be it the upkeep or
+    /// another call. What was left is done by the upkeep, or by the next call.
+    pub busy: Option<RetentionBusy>,
+}
+
+/// Who kept [`Stream::retain`] from the stream.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RetentionBusy {
+    /// The session, for people: the process on the server and what is known of it. `None`: it had ended when it was looked for.
+    pub by: Option<String>,
+    /// Since when its transaction runs; `None` if that is not known.
+    pub since: Option<SystemTime>,
 }
 
 impl<T, C> Stream<T, C> {
@@ -239,6 +257,10 @@ impl<T, C> Stream<T, C> {
             let ended = let_go(client, self.inner.id).await?;
             done.partitions += ended.gone;
             done.waiting = ended.waiting;
+            done.busy = match ended.busy {
+                true => Some(step::busy(client, self.inner.id).await?),
+                false => None,
+            };
             tries -= u32::from(ended.busy);
             if tries == 0 || !ended.more && !ended.busy {
                 break;

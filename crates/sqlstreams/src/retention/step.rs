@@ -1,12 +1,12 @@
 //! Letting partitions go: one step of the upkeep of one stream. What state a partition is in is read off the database, so that it does not matter who did
-//! the last part, and whether to the end. See sql/functions/retention.sql.
+//! the last part, and whether to the end. See sql/functions/retention.sql, retention_leave.sql and retention_hold.sql.
 
 use std::time::{Duration, Instant};
 
 use tokio_postgres::Row;
 use tokio_postgres::error::SqlState;
 
-use super::detach;
+use super::{RetentionBusy, detach};
 use crate::client::{Client, transact};
 use crate::error::{Error, Result};
 use crate::queries::Query;
@@ -55,6 +55,8 @@ enum Left {
     Waits,
     /// The stream is locked.
     Busy,
+    /// Something of somebody's is made of it: it cannot be dropped.
+    Kept,
 }
 
 pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
@@ -66,7 +68,7 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
     };
     let (held, permitted): (bool, bool) = (retired.get(0), retired.get(1));
     let mut ended = Ended { waiting: held || !permitted, ..Ended::default() };
-    let (mut detaching, mut idle) = (false, true);
+    let (mut detaching, mut kept, mut idle) = (false, false, true);
     if permitted {
         ended.more = skip(client, stream, deadline).await?;
         let at = if ended.more { Vec::new() } else { leaving(client, stream).await? };
@@ -80,6 +82,8 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
             match forward(client, stream, leaf, blocked, deadline).await? {
                 Left::Gone => ended.gone += 1,
                 Left::Waits => detaching = true,
+                // It keeps no other from going.
+                Left::Kept => kept = true,
                 Left::Busy => {
                     ended.busy = true;
                     break;
@@ -90,13 +94,14 @@ pub(crate) async fn let_go(client: &Client, stream: i64) -> Result<Ended> {
                 }
             }
         }
-        ended.more |= full && !detaching && !ended.busy;
+        // All that cannot be dropped come last.
+        ended.more |= full && ended.gone > 0 && !detaching && !ended.busy;
     }
     let params: [&(dyn tokio_postgres::types::ToSql + Sync); 5] =
         [&stream, &permitted, &detaching, &held, &idle];
     let next: Option<f64> =
         client.query_one(&queries.retention_ended, &params, DOING).await?.get(0);
-    ended.waiting |= detaching || ended.busy;
+    ended.waiting |= detaching || kept || ended.busy;
     ended.next = match ended.more {
         true => Duration::ZERO,
         false if ended.busy => BUSY,
@@ -152,7 +157,7 @@ async fn forward(
     let mut attached = leaf.attached;
     if attached && !blocked && !client.inner.detaching.is_under_way(stream) {
         attached = if leaf.pending {
-            !briefly(client, &queries.finalize_detach, stream, leaf.number).await?
+            briefly(client, &queries.finalize_detach, stream, leaf.number).await? != Some(true)
         } else {
             let look = client.query_one(&queries.leaf_is_locked, &[&leaf.name], DOING).await?;
             if !look.get::<_, bool>(0) {
@@ -165,12 +170,15 @@ async fn forward(
         };
     }
     if !attached {
-        let gone = briefly(client, &queries.drop_leaf, stream, leaf.number).await?;
-        return Ok(if gone { Left::Gone } else { Left::Waits });
+        match briefly(client, &queries.drop_leaf, stream, leaf.number).await? {
+            Some(true) => return Ok(Left::Gone),
+            Some(false) => return Ok(Left::Waits),
+            None => {}
+        }
     }
     // It may be long: at least its space comes back.
     briefly(client, &queries.empty_leaf, stream, leaf.number).await?;
-    Ok(Left::Waits)
+    Ok(if attached { Left::Waits } else { Left::Kept })
 }
 
 /// Copies what is referred to. Whether that is all; `None`: the stream is locked.
@@ -199,8 +207,8 @@ fn unless_locked(answer: Result<Row>) -> Result<Option<Row>> {
     }
 }
 
-/// A function that says whether it got what it wanted, or was in somebody's way for too long.
-async fn briefly(client: &Client, query: &Query, stream: i64, number: i64) -> Result<bool> {
+/// A function that says whether it got what it wanted, or was in somebody's way for too long: then it says no. It may say neither.
+async fn briefly(client: &Client, query: &Query, stream: i64, number: i64) -> Result<Option<bool>> {
     let connection = client.connection(DOING).await?;
     let answer = transact(&connection, BRIEFLY, query, &[&stream, &number]).await;
     let answer = match answer {
@@ -208,5 +216,12 @@ async fn briefly(client: &Client, query: &Query, stream: i64, number: i64) -> Re
         answer => answer.map_err(|e| Error::from_driver(e, DOING)),
     };
     let rows = client.keep(connection, answer)?;
-    Ok(rows.first().is_some_and(|row| row.get(0)))
+    Ok(rows.first().map_or(Some(false), |row| row.get(0)))
+}
+
+/// Who has the stream, or a partition of it that is leaving, locked, if that can be told.
+pub(super) async fn busy(client: &Client, stream: i64) -> Result<RetentionBusy> {
+    let rows = client.query(&client.inner.queries.retention_busy, &[&stream], DOING).await?;
+    let who = rows.first();
+    Ok(RetentionBusy { by: who.map(|row| row.get(0)), since: who.and_then(|row| row.get(1)) })
 }

@@ -1,7 +1,7 @@
 //! Schedules: messages that are produced at certain times, each once.
 //!
 //! Times are computed here ([`timetable`], [`cron`]), from what the server says of a schedule and of the time; that a message is produced
-//! once is the server's doing (sql/functions/schedule.sql). Whoever does the upkeep calls [`fire_due`].
+//! once is the server's doing (sql/functions/schedule_fire.sql). Whoever does the upkeep calls [`fire_due`].
 
 mod builder;
 mod catch_up;

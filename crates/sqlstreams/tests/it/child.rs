@@ -83,6 +83,11 @@ impl Process {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// SIGSTOP.
     pub fn freeze(&self) {
         self.signal(Signal::STOP);

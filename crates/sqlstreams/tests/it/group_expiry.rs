@@ -140,3 +140,146 @@ async fn tb_021_thousands_of_abandoned_groups_are_listed_and_go() {
     let sql = "SELECT count(*) FROM sqlstreams.audit WHERE action = 'expire_group'";
     assert_eq!(count(&db, sql).await, GROUPS);
 }
+
+/// A client that claims through plain SQL and never gets anything: its claims are signs of life, in every mode, and so are its looks. They write
+/// once in a while, and nothing where groups do not expire.
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_in_vain_are_signs_of_life_and_write_next_to_nothing() {
+    const CLAIMS: [(&str, &str); 4] = [
+        (
+            "parallel",
+            "SELECT sqlstreams.advance(1, GROUP, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 10)",
+        ),
+        (
+            "ordered",
+            "SELECT sqlstreams.advance_lanes(1, GROUP, '00000000-0000-0000-0000-000000000001', NULL, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}',
+                '{}', '{}', '{}', '{}', '{}', '{}', 10, false, gen_random_uuid())",
+        ),
+        (
+            "fair",
+            "SELECT sqlstreams.advance(1, GROUP, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 10)",
+        ),
+        ("looks", "SELECT sqlstreams.poll(1, GROUP)"),
+    ];
+    let (client, db) = client().await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    let mut calls = Vec::new();
+    for (name, call) in CLAIMS {
+        let group = stream.group(name);
+        let group = match name {
+            "ordered" => group.ordered().create().await,
+            "fair" => group.fair().create().await,
+            _ => group.create().await,
+        };
+        calls.push(call.replace("GROUP", &group.unwrap().id().to_string()));
+    }
+    stream.group("idle").create().await.unwrap();
+    let poll = async |times: usize| {
+        for call in &calls {
+            for _ in 0..times {
+                db.batch_execute(call).await.unwrap();
+            }
+        }
+    };
+    let maintain = async || client.maintenance().once().await.unwrap();
+    // How often this session has written, and how often that was HOT.
+    let written = async || {
+        db.batch_execute("SELECT pg_stat_force_next_flush(); SELECT pg_stat_clear_snapshot()")
+            .await
+            .unwrap();
+        let sql = "SELECT n_tup_ins + n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'group_watch'";
+        let row = db.query_one(sql, &[]).await.unwrap();
+        (row.get::<_, i64>(0), row.get::<_, i64>(1))
+    };
+    // What an ordered group writes down of its first holder is no matter here.
+    poll(20).await;
+    assert_eq!(written().await, (0, 0), "groups of this stream do not expire");
+
+    stream.set_group_expiry(Some(DAY)).await.unwrap();
+    maintain().await;
+    let watched = "SELECT count(*) FROM sqlstreams.group_watch";
+    assert_eq!(count(&db, watched).await, 5, "each is looked at");
+    poll(50).await;
+    let first = written().await;
+    assert_eq!(first, (4, 4), "one sign of life of each, all of them HOT");
+    for _ in 0..6 {
+        pass(&db, 5).await;
+        let (before, _) = written().await;
+        poll(50).await;
+        let (after, _) = written().await;
+        assert_eq!(after - before, 4, "200 calls in vain");
+        maintain().await;
+    }
+    // Thirty hours have gone by.
+    pass(&db, 2).await;
+    poll(1).await;
+    maintain().await;
+    let mut names = names(&stream).await;
+    names.sort_unstable();
+    assert_eq!(names, ["fair", "looks", "ordered", "parallel"]);
+    // One that was warned of takes it back at once, however fresh its sign is.
+    db.batch_execute("UPDATE sqlstreams.group_watch SET warned_at = now()").await.unwrap();
+    poll(1).await;
+    let warned = "SELECT count(*) FROM sqlstreams.group_watch WHERE warned_at IS NOT NULL";
+    assert_eq!(count(&db, warned).await, 0);
+}
+
+/// The upkeep has the row: a claim does not wait for that, and says it the next time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_claim_in_vain_waits_for_nobody_who_has_the_row() {
+    let url = crate::support::database().await;
+    let (client, db) = crate::support::client_at(&url).await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.set_group_expiry(Some(DAY)).await.unwrap();
+    stream.group("g").create().await.unwrap();
+    client.maintenance().once().await.unwrap();
+    let other = crate::support::connect(&url).await;
+    other.batch_execute("BEGIN; SELECT FROM sqlstreams.group_watch FOR UPDATE").await.unwrap();
+    let claim = "SET statement_timeout = '20s'; SELECT sqlstreams.advance(1, 1, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 10)";
+    db.batch_execute(claim).await.unwrap();
+    let seen = "SELECT count(*) FROM sqlstreams.group_watch WHERE seen_at IS NOT NULL";
+    assert_eq!(count(&db, seen).await, 0);
+    other.batch_execute("COMMIT").await.unwrap();
+    db.batch_execute(claim).await.unwrap();
+    assert_eq!(count(&db, seen).await, 1);
+}
+
+/// Between the look that finds a group to be over and its end there is a moment, in which somebody may come: a claim, with or without messages, one that is
+/// under way, a pause.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_comes_in_the_last_moment_keeps_the_group() {
+    let url = crate::support::database().await;
+    let (client, db) = crate::support::client_at(&url).await;
+    let stream = client.stream::<u64>("s").create().await.unwrap();
+    stream.set_group_expiry(Some(DAY)).await.unwrap();
+    let group = stream.group("g").create().await.unwrap();
+    stream.producer().send(&1).await.unwrap();
+    client.maintenance().once().await.unwrap();
+    let mark = "SELECT mark FROM sqlstreams.group_watch";
+    let mark: String = db.query_one(mark, &[]).await.unwrap().get(0);
+    db.batch_execute("SET search_path = sqlstreams").await.unwrap();
+    let expire = async |mark: &str| -> bool {
+        let sql = "SELECT expire_group(1, 1, $1, now() - interval '2 days')";
+        db.query_one(sql, &[&mark]).await.unwrap().get(0)
+    };
+    let warn =
+        "UPDATE sqlstreams.group_watch SET warned_at = now() - interval '2 hours', seen_at = NULL";
+    let claim =
+        "SELECT sqlstreams.advance(1, 1, '{}', '{}', '{}', '{}', '{}', '{}', '{}', '{}', 10)";
+    let other = crate::support::connect(&url).await;
+    db.batch_execute(warn).await.unwrap();
+    other.batch_execute(&format!("BEGIN; {claim}")).await.unwrap();
+    assert!(!expire(&mark).await, "a claim is under way");
+    other.batch_execute("COMMIT").await.unwrap();
+    assert!(!expire(&mark).await, "it has got something");
+    let mark: String = db.query_one("SELECT cursor_mark(1, 1)", &[]).await.unwrap().get(0);
+    other.batch_execute(claim).await.unwrap();
+    assert!(!expire(&mark).await, "it has got nothing, and taken the warning back");
+    db.batch_execute(warn).await.unwrap();
+    group.pause().await.unwrap();
+    assert!(!expire(&mark).await, "it is paused");
+    group.resume().await.unwrap();
+    assert_eq!(names(&stream).await, ["g"]);
+    assert!(expire(&mark).await);
+    assert_eq!(names(&stream).await, [""; 0]);
+}

@@ -100,6 +100,22 @@ async fn a_lease_in_a_future_that_never_comes_does_not_last() {
     assert_eq!(count(&db, "SELECT count(*) FROM sqlstreams.maintenance").await, 1);
 }
 
+/// Nobody gives back, renews or takes what another holds.
+#[tokio::test]
+async fn only_the_holder_gives_the_lease_back() {
+    let (_, db) = client().await;
+    let (holder, other) = (uuid::Uuid::from_u128(1), uuid::Uuid::from_u128(2));
+    let hold = "SELECT held FROM sqlstreams.hold_maintenance($1, 'name')";
+    let hold = async |who| db.query_one(hold, &[&who]).await.unwrap().get::<_, bool>(0);
+    let release = "SELECT sqlstreams.release_maintenance($1)";
+    let release = async |who| db.query_one(release, &[&who]).await.unwrap().get::<_, bool>(0);
+    assert!(hold(holder).await && !hold(other).await && hold(holder).await);
+    assert!(!release(other).await);
+    assert!(!hold(other).await, "it was not for the other to give back");
+    assert!(release(holder).await && !release(holder).await);
+    assert!(hold(other).await && !hold(holder).await);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_stream_that_fails_does_not_keep_others_from_what_they_need() {
     let url = database().await;

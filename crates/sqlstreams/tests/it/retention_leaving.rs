@@ -184,6 +184,50 @@ async fn an_interrupted_detach_under_an_old_snapshot() {
     gone(&scene).await;
 }
 
+/// What an interrupted DETACH has left halfway is finished by the one function that does so, and by nothing else.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_detach_is_finished() {
+    let scene = old().await;
+    let reader = connect(&scene.url).await;
+    reader
+        .batch_execute("BEGIN; SELECT count(*) FROM sqlstreams.message_log_1 WHERE id > 3400")
+        .await
+        .unwrap();
+    scene.stream.retain().await.unwrap();
+    eventually(async || count(&scene.db, DETACHING).await == 1).await;
+    scene.db.query(KILL, &[]).await.unwrap();
+    eventually(async || count(&scene.db, DETACHING).await == 0).await;
+    reader.batch_execute("COMMIT").await.unwrap();
+    assert_eq!(count(&scene.db, PENDING).await, 1);
+    // Another DETACH does not do it.
+    let again = "ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p0 CONCURRENTLY";
+    scene.db.batch_execute(again).await.unwrap_err();
+    let finish = "SELECT sqlstreams.finalize_detach(1, 0)::int::bigint";
+    eventually(async || count(&scene.db, finish).await == 1).await;
+    assert_eq!((count(&scene.db, PENDING).await, scene.strays().await), (0, 1));
+    assert_eq!(count(&scene.db, finish).await, 1, "there is nothing left to do");
+    gone(&scene).await;
+}
+
+/// Out of the log before what is referred to was copied, by somebody's hand: it is neither emptied nor dropped until it was.
+#[tokio::test]
+async fn a_leaf_that_is_out_too_early_is_copied_first() {
+    let scene = old().await;
+    let sql = "INSERT INTO sqlstreams.exception_queue_1 (group_id, message_id, state, attempts, due_at, dead_at) SELECT id, 500, 'dead', 1, now(), now() FROM sqlstreams.consumer_group";
+    scene.db.batch_execute(sql).await.unwrap();
+    let out = "SELECT sqlstreams.retire_partitions(1, 1); ALTER TABLE sqlstreams.message_log_1 DETACH PARTITION sqlstreams.message_log_1_p0";
+    scene.db.batch_execute(out).await.unwrap();
+    for function in ["empty_leaf", "drop_leaf"] {
+        let sql = format!("SELECT sqlstreams.{function}(1, 0)::int::bigint");
+        assert_eq!(count(&scene.db, &sql).await, 0, "{function}");
+    }
+    let left = "SELECT count(*) FROM sqlstreams.message_log_1_p0";
+    assert_eq!(count(&scene.db, left).await, 999);
+    gone(&scene).await;
+    let archived = "SELECT count(*) FROM sqlstreams.message_archive_1 WHERE id = 500 AND payload::text = '500'";
+    assert_eq!(count(&scene.db, archived).await, 1);
+}
+
 /// Kills every session of the crate's.
 async fn kill_maintenance(scene: &Scene) {
     let sql = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'sqlstreams'";

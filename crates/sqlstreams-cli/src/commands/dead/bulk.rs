@@ -39,7 +39,7 @@ pub(super) async fn run(
     ids.dedup();
     // Not "until there are none": what is redriven may die again meanwhile, and this would never end.
     let total = match chosen.all {
-        true => group.status().await?.dead.unsigned_abs(),
+        true => group.count_dead_letters().await?,
         false => ids.len() as u64,
     };
     let progress = Progress::new(context, Some(total), deed.done());

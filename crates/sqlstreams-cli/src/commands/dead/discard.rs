@@ -37,7 +37,7 @@ pub(crate) struct DiscardArgs {
 pub(crate) async fn run(args: DiscardArgs, context: &Context) -> anyhow::Result<()> {
     let group = open_group(&context.reader().await?, &args.stream, &args.group).await?;
     let count = match args.chosen.all {
-        true => group.status().await?.dead.unsigned_abs(),
+        true => group.count_dead_letters().await?,
         false => args.chosen.ids.len() as u64,
     };
     confirm(args.yes, || {

@@ -3,7 +3,7 @@
 use clap::Args;
 use serde_json::Value;
 
-use crate::commands::open_group;
+use crate::commands::{group, open_group};
 use crate::context::Context;
 use crate::output::{print, print_json, print_table, printable, short_time, table, thousands};
 
@@ -55,11 +55,11 @@ pub(crate) async fn run(args: ListArgs, context: &Context) -> anyhow::Result<()>
     }
     print_table(&rows)?;
     if i64::try_from(letters.len()).is_ok_and(|shown| shown == args.limit) {
-        let dead = group.status().await?.dead;
+        let status = group.status().await?;
         context.say(&format!(
             "{} shown of {}; for more: --after {} or a higher --limit",
             thousands(args.limit),
-            thousands(dead),
+            group::about(&status, status.dead),
             last.message_id
         ));
     }

@@ -30,8 +30,8 @@ pub(crate) async fn run(args: DropArgs, context: &Context) -> anyhow::Result<()>
     let group = open_group(&context.reader().await?, &args.stream, &args.group).await?;
     // One without its cursor, which has no status, can be dropped as well.
     let with = match group.status().await {
-        Ok(status) => {
-            let dead = counted(status.dead.unsigned_abs(), "dead letter");
+        Ok(_) => {
+            let dead = counted(group.count_dead_letters().await?, "dead letter");
             format!("with its position and {dead}")
         }
         // (Not one of the server's.)

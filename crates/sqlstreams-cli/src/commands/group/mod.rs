@@ -26,7 +26,8 @@ macro_rules! columns {
 Columns: ids up to CLAIMED were handed out, up to RESOLVED are done or have become exceptions;
 LAG is how many ids there are beyond CLAIMED, an upper bound of the messages that wait; READY
 failed and wait for their next attempt, INFLIGHT are being tried again, DEFERRED wait for an earlier
-message of their key (in ordered groups), DEAD are dead letters;
+message of their key (in ordered groups), DEAD are dead letters, each an estimate with ~ before it
+where there are more than 100,000;
 LIMITS are a pause and the settings max_in_flight and rate_limit.
 "
     };
@@ -84,6 +85,7 @@ pub(crate) fn to_json(group: &GroupStatus) -> Value {
         "inflight": group.inflight,
         "deferred": group.deferred,
         "dead": group.dead,
+        "estimated": group.estimated,
         "expired": group.expired,
         "superseded": group.superseded,
         "dropped": group.dropped,
@@ -111,6 +113,12 @@ fn limits(group: &GroupStatus) -> String {
     [paused, in_flight, rate, expires].into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
+/// A number of exceptions; those beyond 100,000 are estimates.
+pub(crate) fn about(group: &GroupStatus, number: i64) -> String {
+    let mark = if group.estimated && number > 100_000 { "~" } else { "" };
+    format!("{mark}{}", thousands(number))
+}
+
 pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
     let mut rows = table(&[
         "GROUP",
@@ -125,18 +133,11 @@ pub(crate) fn to_table(groups: &[GroupStatus]) -> Table {
         "LIMITS",
     ]);
     for group in groups {
-        let numbers = [
-            group.claimed,
-            group.resolved,
-            group.lag,
-            group.open_leases,
-            group.ready,
-            group.inflight,
-            group.deferred,
-            group.dead,
-        ];
+        let numbers = [group.claimed, group.resolved, group.lag, group.open_leases];
+        let exceptions = [group.ready, group.inflight, group.deferred, group.dead];
         let name = [printable(&group.group, 60)].into_iter();
-        rows.add_row(name.chain(numbers.map(thousands)).chain([limits(group)]));
+        let exceptions = exceptions.map(|number| about(group, number));
+        rows.add_row(name.chain(numbers.map(thousands)).chain(exceptions).chain([limits(group)]));
     }
     rows
 }

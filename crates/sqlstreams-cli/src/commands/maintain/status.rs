@@ -4,6 +4,7 @@ use clap::Args;
 use serde_json::{Value, json};
 use sqlstreams::{MaintenanceStatus, StepFailure, StepStatus};
 
+use crate::commands::stream::retention;
 use crate::context::Context;
 use crate::output::{
     counted, print, print_json, print_table, printable, short_time, table, thousands, time,
@@ -13,7 +14,8 @@ const AFTER_HELP: &str = "\
 Columns: STREAMS is for how many streams the step has had something to do, RUNS how often it was
 run, FAILED how often in vain, FAILING for how many streams it fails at present; MEAN and LONGEST are how
 long it took the last time, over the streams. What fails is tried again by itself, after 1 second at
-first and 5 minutes at last, and keeps nothing else from being done.
+first and 5 minutes at last, and keeps nothing else from being done. Below that are the streams whose
+old messages cannot go, and why (`stream show` says so of one).
 
 Examples:
   sqlstreams maintain status
@@ -64,6 +66,10 @@ pub(crate) async fn run(_args: StatusArgs, context: &Context) -> anyhow::Result<
             printable(&failure.error, 500)
         ))?;
     }
+    for held in &status.holds {
+        let why = retention::held(&held.hold);
+        print(format_args!("\nretention of stream {:?} is held up {why}", held.stream))?;
+    }
     Ok(())
 }
 
@@ -78,6 +84,11 @@ fn to_json(status: &MaintenanceStatus) -> Value {
         "remaining_seconds": status.remaining.map(|left| left.as_secs_f64()),
         "steps": status.steps.iter().map(step_json).collect::<Vec<_>>(),
         "failures": status.failures.iter().map(failure_json).collect::<Vec<_>>(),
+        "holds": status.holds.iter().map(|held| {
+            let mut json = retention::hold_json(&held.hold);
+            json["stream"] = held.stream.clone().into();
+            json
+        }).collect::<Vec<_>>(),
     })
 }
 

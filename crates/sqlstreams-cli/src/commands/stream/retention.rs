@@ -91,15 +91,22 @@ pub(crate) fn describe(retention: &Retention) -> String {
 /// What holds it up, in a line.
 pub(crate) fn held(hold: &RetentionHold) -> String {
     let since = short_time(hold.since);
-    let detail = printable(hold.detail.as_deref().unwrap_or("a session"), 200);
+    let detail = printable(hold.detail.as_deref().unwrap_or("a session"), 500);
     match (hold.reason, &hold.group) {
         (HoldReason::Group, Some(group)) => format!(
-            "since {since} by group {}, which has resolved up to id {}",
+            "since {since} by group {}, which has resolved up to id {}{}",
             printable(group, 200),
-            hold.resolved.map_or_else(|| "?".to_owned(), thousands)
+            hold.resolved.map_or_else(|| "?".to_owned(), thousands),
+            // What cannot be dropped, beside it.
+            hold.detail.as_ref().map(|_| format!("; {detail}")).unwrap_or_default()
         ),
         (HoldReason::Detach, _) => format!("since {since} by what has the log open: {detail}"),
         (HoldReason::Privilege, _) => format!("since {since}: {detail}"),
+        (HoldReason::Depends, _) => {
+            format!(
+                "since {since} by what is made of a partition, which has to be dropped: {detail}"
+            )
+        }
         (reason, _) => format!("since {since}: {} {detail}", reason.as_str()),
     }
 }
@@ -125,12 +132,16 @@ pub(crate) fn to_json(info: &StreamInfo) -> Value {
         "retain_until_resolved": resolved,
         "drop_unread": unread,
         "retain_dead_for_seconds": dead.map(|age| age.as_secs_f64()),
-        "hold": info.hold.as_ref().map(|hold| json!({
-            "reason": hold.reason.as_str(),
-            "group": hold.group,
-            "resolved": hold.resolved,
-            "since": time(hold.since),
-            "detail": hold.detail,
-        })),
+        "hold": info.hold.as_ref().map(hold_json),
+    })
+}
+
+pub(crate) fn hold_json(hold: &RetentionHold) -> Value {
+    json!({
+        "reason": hold.reason.as_str(),
+        "group": hold.group,
+        "resolved": hold.resolved,
+        "since": time(hold.since),
+        "detail": hold.detail,
     })
 }

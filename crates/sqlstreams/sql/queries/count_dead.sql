@@ -1,0 +1,1 @@
+SELECT {schema}.count_dead($1, $2)

@@ -1,0 +1,1 @@
+SELECT who, since FROM {schema}.retention_busy($1)
