@@ -146,14 +146,14 @@ async fn plain(
     cursor: &str,
     until: Instant,
 ) -> anyhow::Result<Flow> {
-    let json = serde_json::to_string(&"x".repeat(args.bytes as usize))?;
+    let payload = "x".repeat(args.bytes as usize);
     let stop = CancellationToken::new();
     let mut claims = JoinSet::new();
     let (to, table, at, stopped) =
         (url.to_owned(), log.to_owned(), cursor.to_owned(), stop.clone());
     claims.spawn(async move { bare::claim(&to, &table, &at, WIDTH, &stopped).await });
     let at_once = (args.connections, args.batch);
-    let produced = bare::insert(url, log, Way::Copy, &json, at_once, until).await?;
+    let produced = bare::insert(url, log, Way::Copy, &payload, at_once, until).await?;
     stop.cancel();
     let handled = claims.join_next().await.context("a task vanished")???;
     Ok(Flow { produced, handled })

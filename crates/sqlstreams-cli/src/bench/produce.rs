@@ -86,7 +86,6 @@ pub(crate) async fn measure(
     let table = Tables::in_schema(context.schema(), &format!("message_log_{}", whole.id()));
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
     let payload = "x".repeat(args.bytes as usize);
-    let json = serde_json::to_string(&payload)?;
     let producer = place.stream.producer();
     let at_once = (args.connections, args.batch);
     let url = &place.url;
@@ -94,8 +93,8 @@ pub(crate) async fn measure(
     let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
         let until = Instant::now() + versus::turn(args.quick);
         match which {
-            0 => bare::insert(url, &table, Way::Unnest, &json, at_once, until).await,
-            1 => bare::insert(url, &table, Way::Copy, &json, at_once, until).await,
+            0 => bare::insert(url, &table, Way::Unnest, &payload, at_once, until).await,
+            1 => bare::insert(url, &table, Way::Copy, &payload, at_once, until).await,
             2 => batches(&producer, &payload, at_once, until).await,
             _ => single(&producer, &payload, args.tasks, until).await,
         }

@@ -21,7 +21,8 @@ pub(crate) enum Way {
     Copy,
 }
 
-/// Inserts rows over `connections` at once, `batch` per transaction, until then. Returns how many.
+/// Inserts rows over `connections` at once, `batch` per transaction, until then, each payload encoded as any program has to. Returns how
+/// many.
 pub(crate) async fn insert(
     url: &str,
     table: &str,
@@ -54,7 +55,8 @@ pub(crate) async fn insert(
 }
 
 async fn insert_once(db: &Client, table: &str, payload: &str, batch: usize) -> anyhow::Result<()> {
-    let payloads = vec![Json(payload); batch];
+    let payloads: Vec<Json> =
+        (0..batch).map(|_| Json::encode(payload)).collect::<Result<_, _>>()?;
     let sql = format!("INSERT INTO {table} (payload) SELECT unnest($1::json[])");
     db.query_typed(&sql, &[(&payloads, Type::JSON_ARRAY)]).await?;
     Ok(())
@@ -64,23 +66,31 @@ async fn copy_once(db: &Client, table: &str, payload: &str, batch: usize) -> any
     let sink = db.copy_in(&format!("COPY {table} (payload) FROM STDIN (FORMAT binary)")).await?;
     let mut writer = pin!(BinaryCopyInWriter::new(sink, &[Type::JSON]));
     for _ in 0..batch {
-        writer.as_mut().write(&[&Json(payload)]).await?;
+        writer.as_mut().write(&[&Json::encode(payload)?]).await?;
     }
     writer.finish().await?;
     Ok(())
 }
 
-/// A payload that is JSON already, as the server takes it.
-#[derive(Debug, Clone, Copy)]
-struct Json<'a>(&'a str);
+/// A payload as the server takes it.
+#[derive(Debug)]
+struct Json(Vec<u8>);
 
-impl ToSql for Json<'_> {
+impl Json {
+    fn encode(payload: &str) -> serde_json::Result<Self> {
+        let mut encoded = Vec::with_capacity(payload.len() + 2);
+        serde_json::to_writer(&mut encoded, payload)?;
+        Ok(Self(encoded))
+    }
+}
+
+impl ToSql for Json {
     fn to_sql(
         &self,
         _: &Type,
         out: &mut BytesMut,
     ) -> Result<IsNull, Box<dyn std::error::Error + Sync + Send>> {
-        out.extend_from_slice(self.0.as_bytes());
+        out.extend_from_slice(&self.0);
         Ok(IsNull::No)
     }
 
