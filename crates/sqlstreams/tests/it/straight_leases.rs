@@ -2,11 +2,14 @@
 
 use std::ops::Range;
 
+use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use crate::plain::{Plain, create_group, installed};
 use crate::retention::{hour, scene};
 use crate::support::{connect, count, database};
+
+const NOTHING: [i64; 0] = [];
 
 /// A lease of these ids, and what of it may be read straight, from an id on.
 async fn range(plain: &Plain, token: Uuid, from: i64) -> Option<(i64, i64)> {
@@ -21,8 +24,9 @@ async fn read(plain: &Plain, token: Uuid, window: Range<i64>) -> Vec<i64> {
         .replace("{schema}", "sqlstreams")
         .replace("{stream}", &plain.stream.to_string());
     let limit = 100_000_i64;
-    let rows = plain.db.query(&sql, &[&plain.group, &token, &window.start, &window.end, &limit]);
-    rows.await.unwrap().iter().map(|row| row.get(0)).collect()
+    let params: [&(dyn ToSql + Sync); 5] =
+        [&plain.group, &token, &window.start, &window.end, &limit];
+    plain.db.query(&sql, &params).await.unwrap().iter().map(|row| row.get(0)).collect()
 }
 
 /// Of which leases all that the log has is theirs.
@@ -44,7 +48,7 @@ async fn only_a_range_all_of_which_is_the_groups_is_read_straight() {
     for (from, expected) in [(1, None), (7, None), (8, Some((10, 20))), (12, Some((12, 20)))] {
         assert_eq!(range(&plain, token, from).await, expected, "from {from}");
     }
-    assert_eq!(read(&plain, token, 1..1_000).await, []);
+    assert_eq!(read(&plain, token, 1..1_000).await, NOTHING);
     assert!(plain.settle(&lease, "{(,)}").await);
     assert_eq!(range(&plain, token, 1).await, None);
     // Another group's.
@@ -106,16 +110,16 @@ async fn what_has_left_the_log_is_not_read_from_it() {
     let empty = "SELECT sqlstreams.empty_leaf(1, 0)::int::bigint";
     assert_eq!(count(&scene.db, empty).await, 0);
     // Given up is as good as gone.
-    assert_eq!(read(&plain, lease.token, 1..10_000).await, []);
+    assert_eq!(read(&plain, lease.token, 1..10_000).await, NOTHING);
     plain.db.batch_execute("COMMIT").await.unwrap();
     assert_eq!(count(&scene.db, empty).await, 1);
-    assert_eq!(read(&plain, lease.token, 1..10_000).await, []);
+    assert_eq!(read(&plain, lease.token, 1..10_000).await, NOTHING);
     assert_eq!(plain.fetch(&lease).await, all);
     scene.let_go(2).await;
-    assert_eq!(read(&plain, lease.token, 1..10_000).await, []);
+    assert_eq!(read(&plain, lease.token, 1..10_000).await, NOTHING);
     assert_eq!(plain.fetch(&lease).await, all);
     // What comes behind is there.
-    assert_eq!(read(&plain, lease.token, 1_000..10_000).await, []);
+    assert_eq!(read(&plain, lease.token, 1_000..10_000).await, NOTHING);
     let next = plain.claim(100).await.unwrap();
     assert_eq!(read(&plain, next.token, 1_000..10_000).await.len(), 100);
 }
