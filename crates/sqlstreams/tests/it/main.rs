@@ -86,6 +86,7 @@ mod seek;
 mod shutdown;
 mod sql_arguments;
 mod straight;
+mod straight_leases;
 mod support;
 mod surplus;
 mod tokens;

@@ -29,15 +29,8 @@ impl Coordinator {
             true => self.straight.window(limit, self.pace.fitting(), partition_size),
             false => None,
         };
-        let call = self.protocol.advance(
-            &reports,
-            token,
-            limit as i64,
-            width as i64,
-            bytes,
-            &wish,
-            window,
-        );
+        let wanted = (limit as i64, width as i64);
+        let call = self.protocol.advance(&reports, token, wanted, bytes, &wish, window);
         let advanced = self.unless_orphaned(token, call.await, limit > 0)?;
         self.exceptions_next = true;
         self.limited = advanced.limited;
