@@ -89,7 +89,7 @@ impl<T> Delayed<T> {
             headers: row.get(5),
             produced_at: row.get(2),
             tombstone: payload.is_none(),
-            payload: payload.unwrap_or_default().0,
+            payload: payload.into(),
             expires: None,
             lane: None,
             superseded: false,

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Map, Value};
+use tokio_postgres::Row;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::outcome::Verdict;
-use crate::payload::{Codec, MAX_PAYLOAD_BYTES, Payload, PayloadType};
+use crate::payload::{Codec, MAX_PAYLOAD_BYTES, Payload, PayloadType, Raw};
 
 /// The headers of a message: a JSON object.
 pub type Headers = Map<String, Value>;
@@ -48,12 +49,19 @@ pub struct Message<T> {
 /// ```
 /// let message = sqlstreams::Outgoing::new(&"hello").key("greetings");
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 #[must_use]
 pub struct Outgoing<'a, T> {
     /// None for a tombstone.
     payload: Option<&'a T>,
     meta: Meta,
+}
+
+// Whatever the payload is: only a reference to it is copied.
+impl<T> Clone for Outgoing<'_, T> {
+    fn clone(&self) -> Self {
+        Self { payload: self.payload, meta: self.meta.clone() }
+    }
 }
 
 /// What goes with a payload.
@@ -160,7 +168,7 @@ impl<'a, T> Outgoing<'a, T> {
 
     /// For a stream that stores payloads so and is compacted or not.
     pub(crate) fn encode<C: Codec<T>>(
-        &self,
+        self,
         payload_type: PayloadType,
         compacted: bool,
     ) -> Result<Encoded> {
@@ -184,7 +192,7 @@ impl<'a, T> Outgoing<'a, T> {
                 .with_hint("Sent twice, it is refused the second time."));
             }
         }
-        Encoded::new::<T, C>(self.payload, self.meta.clone(), payload_type)
+        Encoded::new::<T, C>(self.payload, self.meta, payload_type)
     }
 }
 
@@ -304,13 +312,38 @@ pub(crate) struct RawMessage {
     pub(crate) headers: Option<String>,
     pub(crate) produced_at: SystemTime,
     pub(crate) tombstone: bool,
-    pub(crate) payload: Vec<u8>,
+    pub(crate) payload: Body,
     /// When it expires, by the local clock: not later than by the server's.
     pub(crate) expires: Option<Instant>,
     /// In which of the lanes of its lease it is, where that has some.
     pub(crate) lane: Option<i16>,
     /// A newer message of its key has come, and the group wants only that.
     pub(crate) superseded: bool,
+}
+
+/// A payload as it came.
+#[derive(Debug)]
+pub(crate) enum Body {
+    Owned(Vec<u8>),
+    /// A column of a row, where it is without being copied.
+    Row(Row, usize),
+}
+
+impl Body {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Owned(bytes) => bytes,
+            Self::Row(row, column) => {
+                row.get::<_, Option<Raw<'_>>>(*column).map_or(&[], |raw| raw.0)
+            }
+        }
+    }
+}
+
+impl From<Option<Payload>> for Body {
+    fn from(payload: Option<Payload>) -> Self {
+        Self::Owned(payload.unwrap_or_default().0)
+    }
 }
 
 impl RawMessage {
@@ -332,7 +365,7 @@ impl RawMessage {
         };
         let payload = match self.tombstone {
             true => C::tombstone().map_err(|e| format!("the tombstone cannot be decoded: {e}"))?,
-            false => C::decode(&self.payload)
+            false => C::decode(self.payload.bytes())
                 .map_err(|e| format!("the payload cannot be decoded: {e}"))?,
         };
         Ok(Message {
@@ -367,7 +400,9 @@ fn check_payload(payload: &[u8], payload_type: PayloadType) -> Result<()> {
             e.valid_up_to()
         )));
     }
-    if let Some(at) = payload.iter().position(|&b| b == 0) {
+    // `contains` looks at many bytes at once, unlike `position`.
+    if payload.contains(&0) {
+        let at = payload.iter().position(|&b| b == 0).unwrap_or_default();
         return Err(invalid(format!(
             "the payload holds a NUL at byte {at}, which {payload_type} cannot store"
         )));

@@ -1,5 +1,6 @@
 //! Payloads: the column type a stream stores them as, and how Rust values become payloads and back.
 
+use std::cell::Cell;
 use std::error::Error as StdError;
 use std::fmt;
 use std::marker::PhantomData;
@@ -112,13 +113,25 @@ pub trait Codec<T>: Send + Sync + 'static {
 #[derive(Debug, Clone, Copy)]
 pub struct Json;
 
+/// The most that is set aside for a payload before its length is known, in bytes.
+const MOST_AHEAD: usize = 64 * 1024;
+
+thread_local! {
+    /// How long the payload was that this thread encoded last.
+    static LATEST: Cell<usize> = const { Cell::new(128) };
+}
+
 impl<T: Serialize + DeserializeOwned> Codec<T> for Json {
     fn payload_types() -> &'static [PayloadType] {
         &[PayloadType::Json, PayloadType::Jsonb, PayloadType::Text, PayloadType::Bytea]
     }
 
     fn encode(value: &T) -> Result<Vec<u8>, Box<dyn StdError + Send + Sync>> {
-        Ok(serde_json::to_vec(value)?)
+        // As large as the one before, most likely: to grow means to copy.
+        let mut payload = Vec::with_capacity(LATEST.get());
+        serde_json::to_writer(&mut payload, value)?;
+        LATEST.set(payload.len().min(MOST_AHEAD));
+        Ok(payload)
     }
 
     fn decode(payload: &[u8]) -> Result<T, Box<dyn StdError + Send + Sync>> {
@@ -272,14 +285,27 @@ impl ToSql for Payload {
     to_sql_checked!();
 }
 
+/// A payload where it lies.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Raw<'a>(pub(crate) &'a [u8]);
+
+impl<'a> FromSql<'a> for Raw<'a> {
+    fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn StdError + Sync + Send>> {
+        match (ty, raw.split_first()) {
+            (&Type::JSONB, Some((&JSONB_VERSION, rest))) => Ok(Self(rest)),
+            (&Type::JSONB, _) => Err("unknown version of the binary form of jsonb".into()),
+            _ => Ok(Self(raw)),
+        }
+    }
+
+    fn accepts(ty: &Type) -> bool {
+        <Payload as ToSql>::accepts(ty)
+    }
+}
+
 impl<'a> FromSql<'a> for Payload {
     fn from_sql(ty: &Type, raw: &'a [u8]) -> Result<Self, Box<dyn StdError + Sync + Send>> {
-        let bytes = match (ty, raw.split_first()) {
-            (&Type::JSONB, Some((&JSONB_VERSION, rest))) => rest,
-            (&Type::JSONB, _) => return Err("unknown version of the binary form of jsonb".into()),
-            _ => raw,
-        };
-        Ok(Self(bytes.to_vec()))
+        Ok(Self(Raw::from_sql(ty, raw)?.0.to_vec()))
     }
 
     fn from_sql_null(_: &Type) -> Result<Self, Box<dyn StdError + Sync + Send>> {

@@ -505,7 +505,7 @@ pub(crate) fn read_message<T, C: Codec<T>>(row: &Row) -> Result<Message<T>> {
         headers: row.get(3),
         produced_at: row.get(4),
         tombstone: payload.is_none(),
-        payload: payload.unwrap_or_default().0,
+        payload: payload.into(),
         expires: None,
         lane: None,
         superseded: false,

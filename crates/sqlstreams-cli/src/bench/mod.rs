@@ -4,17 +4,21 @@
 //! which `--json` prints as they are.
 
 mod chaos;
+mod consume;
 mod delay;
 mod fair;
 mod growth;
 mod keys;
 mod latency;
 mod ordered;
+mod pipeline;
 mod place;
+mod produce;
 mod routing;
 mod server;
 mod soak;
 mod transactional;
+mod versus;
 
 use std::process::ExitCode;
 
@@ -29,6 +33,12 @@ use crate::signals::Signals;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
+    /// How fast messages are stored, beside the best the server can do
+    Produce(produce::ProduceArgs),
+    /// How fast a group gets through the log, beside the best the server can do
+    Consume(consume::ConsumeArgs),
+    /// How fast messages pass through, in and out at once
+    Pipeline(pipeline::PipelineArgs),
     /// How long a message takes from its producer to a handler
     Latency(latency::LatencyArgs),
     /// What it costs to settle in the handlers' transactions
@@ -56,6 +66,9 @@ pub(crate) enum BenchCommand {
 
 pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
+        BenchCommand::Produce(args) => produce::run(args, context).await,
+        BenchCommand::Consume(args) => consume::run(args, context).await,
+        BenchCommand::Pipeline(args) => pipeline::run(args, context).await,
         BenchCommand::Latency(args) => latency::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Ordered(args) => ordered::run(args, context).await,

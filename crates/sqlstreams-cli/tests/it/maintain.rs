@@ -51,7 +51,9 @@ fn the_upkeep_is_done_until_it_is_stopped() {
     let set = "SELECT setval('sqlstreams.message_log_1_id_seq', 2500)";
     sql(&bench.url, set);
     let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    // Kept open: whoever cannot print any more ends.
+    let mut steps = BufReader::new(child.stdout.take().unwrap());
+    steps.read_line(&mut line).unwrap();
     assert!(line.contains("\"partitions\""), "{line}");
     eventually("it is shown", || bench.ok(&["maintain", "status"]).contains("done by process"));
     signal(&child, Signal::TERM);

@@ -54,6 +54,7 @@ DECLARE
     reached  bigint := c.claimed;
     width    bigint := p_limit;
     hit      bigint;
+    counted  bigint;
     looked   boolean := false;
 BEGIN
     LOOP
@@ -81,9 +82,13 @@ BEGIN
             CONTINUE WHEN settled > c.claimed;
         END IF;
 
-        -- Above it, as far as the ids follow each other without a gap: everything is visible, nothing to wait for.
-        EXECUTE format('SELECT max(id) FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM %I WHERE id > $1 AND id <= $1 + $2) AS x WHERE id = $1 + n', log)
-            INTO hit USING c.claimed, p_limit;
+        -- Above it, as far as the ids follow each other without a gap: everything is visible, nothing to wait for. Nearly always all
+        -- of them do, and to count them is far cheaper than to number them.
+        EXECUTE format('SELECT max(id), count(*) FROM %I WHERE id > $1 AND id <= $1 + $2', log) INTO hit, counted USING c.claimed, p_limit;
+        IF hit <> c.claimed + counted THEN
+            EXECUTE format('SELECT max(id) FROM (SELECT id, row_number() OVER (ORDER BY id) AS n FROM %I WHERE id > $1 AND id <= $2) AS x WHERE id = $1 + n', log)
+                INTO hit USING c.claimed, hit;
+        END IF;
         IF hit IS NOT NULL THEN
             range := int8range(c.claimed + 1, hit, '[]');
             c.claimed := hit;

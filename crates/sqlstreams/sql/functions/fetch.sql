@@ -21,6 +21,24 @@ BEGIN
     END IF;
 END $$;
 
+-- For callers who read the log themselves: the first and the last id of lease p_token from id p_from on, if all that the log has between them is of the lease and for
+-- the group, and there is no more to it; NULLs else, when only fetch knows. Asked in the statement that reads: a partition that this
+-- finds has not been given up is planned for, and so locked, before.
+CREATE OR REPLACE FUNCTION claimed_range(p_stream bigint, p_group bigint, p_token uuid, p_from bigint, OUT first bigint, OUT last bigint)
+LANGUAGE plpgsql VOLATILE SET search_path FROM CURRENT SET enable_seqscan = off SET jit = off AS $$
+DECLARE
+    f record;
+BEGIN
+    PERFORM require_read_committed();
+    SELECT pending * int8multirange(int8range(p_from, NULL)) AS pending, lanes, replay INTO f FROM find_lease(p_stream, p_group, p_token);
+    IF isempty(f.pending) OR id_count(f.pending) < upper(f.pending) - lower(f.pending) OR f.lanes IS NOT NULL OR f.replay IS NOT NULL
+       OR (SELECT NOT bound FROM consumer_group WHERE id = p_group) IS NOT TRUE OR (SELECT first_id <= lower(f.pending) FROM stream WHERE id = p_stream) IS NOT TRUE THEN
+        RETURN;
+    END IF;
+    first := lower(f.pending);
+    last := upper(f.pending) - 1;
+END $$;
+
 -- The messages of lease p_token after id p_after that are for the group (binding_set.sql), at most p_limit of them and about p_bytes of payload (but at least
 -- one). "more" says on the last one whether the lease holds more. p_type is only there for its type, that of the
 -- stream's payloads: fetch(…, NULL::json).

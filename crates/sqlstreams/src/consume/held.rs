@@ -201,6 +201,11 @@ impl Held {
         open.map(|l| (l.lanes.unwrap_or(ALL), l.unfetched().len())).collect()
     }
 
+    /// The last id of a lease.
+    pub(crate) fn last_id(&self, token: Uuid) -> Option<i64> {
+        self.leases.get(&token)?.pending.last()
+    }
+
     /// The lanes of a lease.
     pub(crate) fn lanes(&self, token: Uuid) -> i64 {
         self.leases.get(&token).and_then(|l| l.lanes).unwrap_or(ALL)

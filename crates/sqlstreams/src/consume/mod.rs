@@ -24,6 +24,7 @@ mod pace;
 mod protocol;
 mod run;
 mod sieve;
+mod straight;
 mod tally;
 mod term;
 mod transaction;

@@ -113,6 +113,11 @@ impl Pace {
     pub(crate) fn fetch_bytes(&self) -> i64 {
         (MOST_BYTES / 8) as i64
     }
+
+    /// So many messages are about as many bytes, if they are as large as those before.
+    pub(crate) fn fitting(&self) -> usize {
+        ((MOST_BYTES / 8) as f64 / self.message_bytes.max(1.0)).max(1.0) as usize
+    }
 }
 
 #[cfg(test)]

@@ -5,13 +5,14 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use futures_util::future::join5;
+use futures_util::future::join4;
 use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
 use super::fairness::Wish;
 use super::ids::IdSet;
+use super::straight::{COMMIT_AND_BEGIN_READING, First, Window};
 use crate::client::{BOOKKEEPING, answered, run, transact, within};
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::RawMessage;
@@ -83,6 +84,8 @@ pub(crate) struct Advanced {
     pub(crate) unread: Option<i64>,
     /// Its first messages. That they cannot be read does not undo the claim.
     pub(crate) page: Result<Page>,
+    /// Whether they came straight from the log, where that was tried.
+    pub(crate) straight: Option<bool>,
 }
 
 /// Messages of a lease.
@@ -91,6 +94,13 @@ pub(crate) struct Page {
     pub(crate) messages: Vec<RawMessage>,
     /// Whether the lease holds more beyond the last one.
     pub(crate) more: bool,
+}
+
+impl Page {
+    /// Of a lease of which nothing was read.
+    pub(super) fn unread() -> Self {
+        Self { messages: Vec::new(), more: true }
+    }
 }
 
 /// Part of a lease that others had better handle.
@@ -123,10 +133,10 @@ impl Protocol {
         &self,
         reports: &[LeaseReport],
         token: Uuid,
-        limit: i64,
-        width: i64,
+        (limit, width): (i64, i64),
         bytes: i64,
         wish: &Wish,
+        window: Option<Window>,
     ) -> Result<Advanced> {
         let doing = "settle and claim";
         let failed = |e| Error::from_driver(e, doing);
@@ -168,32 +178,33 @@ impl Protocol {
         let client = &self.stream.client;
         let connection = client.connection(doing).await?;
         let sent = Instant::now();
-        let (row, page) = if limit > 0 {
-            let fetch_params: [&(dyn ToSql + Sync); 6] =
-                [&self.stream.id, &self.group, &token, &0_i64, &limit, &bytes];
+        let (row, first) = if limit > 0 {
+            let begin = if window.is_some() { COMMIT_AND_BEGIN_READING } else { COMMIT_AND_BEGIN };
             // Written in this order at the first poll; the server answers in it.
-            let calls = join5(
+            let calls = join4(
                 connection.batch_execute(BOOKKEEPING),
                 run(&connection, advance, &advance_params),
-                connection.batch_execute(COMMIT_AND_BEGIN),
-                run(&connection, &self.stream.queries.fetch, &fetch_params),
-                connection.batch_execute("COMMIT"),
+                connection.batch_execute(begin),
+                self.first_messages(&connection, token, window, (limit, bytes), sent),
             );
-            let (begun, advanced, committed, fetched, ended) =
-                match within(ANSWER, calls, doing).await {
-                    Ok(answers) => answers,
-                    Err(silence) => return client.keep(connection, Err(silence)),
-                };
+            let (begun, advanced, committed, first) = match within(ANSWER, calls, doing).await {
+                Ok(answers) => answers,
+                Err(silence) => return client.keep(connection, Err(silence)),
+            };
             let advanced = begun.and(advanced).and_then(|rows| committed.map(|()| rows));
-            let page = fetched
-                .and_then(|rows| ended.map(|()| Page::from_rows(&rows, sent)))
-                .map_err(|e| Error::from_driver(e, "fetch messages"));
-            let rows = client.keep(connection, advanced.map_err(failed))?;
-            (one(rows, doing)?, page)
+            let first = first.map_err(|e| Error::from_driver(e, "fetch messages"));
+            let rows = match first.as_ref().is_ok_and(First::is_cut) {
+                true => {
+                    connection.abandon();
+                    advanced.map_err(failed)
+                }
+                false => client.keep(connection, advanced.map_err(failed)),
+            };
+            (one(rows?, doing)?, first)
         } else {
             (
                 one(self.transact(connection, advance, &advance_params, doing).await?, doing)?,
-                Ok(Page::default()),
+                Ok(First::default()),
             )
         };
         let claimed = match row.get::<_, Option<i64>>(1) {
@@ -206,6 +217,10 @@ impl Protocol {
                 lease_duration: milliseconds(row.get(3)),
             }),
         };
+        let (page, straight) = match first {
+            Ok(first) => first.page_of(claimed.as_ref(), sent),
+            Err(error) => (Err(error), None),
+        };
         Ok(Advanced {
             lost: row.get(0),
             claimed,
@@ -216,17 +231,24 @@ impl Protocol {
             lanes: row.get(8),
             unread: row.get(9),
             page,
+            straight,
         })
     }
 
-    /// More messages of a lease.
+    /// More messages of a lease; of one that ends with the window straight from the log, if that can be.
     pub(crate) async fn fetch(
         &self,
         token: Uuid,
         after: i64,
         limit: i64,
         bytes: i64,
+        window: Option<Window>,
     ) -> Result<Page> {
+        if let Some(window) = window
+            && let Some(page) = self.read_more(token, &window, bytes).await?
+        {
+            return Ok(page);
+        }
         let params: [&(dyn ToSql + Sync); 6] =
             [&self.stream.id, &self.group, &token, &after, &limit, &bytes];
         let sent = Instant::now();
@@ -479,7 +501,7 @@ impl Page {
                             && !superseded
                             && row.get::<_, Option<i64>>(7) != Some(0),
                         superseded,
-                        payload: payload.unwrap_or_default().0,
+                        payload: payload.into(),
                         expires: expires(row),
                         lane: row.get(8),
                     }

@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
 use tokio::runtime::Handle;
@@ -102,11 +102,13 @@ impl Workers {
 async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
     // A transaction for the next jobs, where one was begun in the same write as the last one's commit.
     let mut open: Option<Open> = None;
+    let mut results = Results::new(&work.finished);
     loop {
         let mut next = pin!(queue.next(work.batch, work.budget.as_ref()));
         let next = match next.as_mut().now_or_never() {
             Some(next) => next,
             None => {
+                results.send();
                 // Nothing to do at once: a transaction must not wait for it.
                 if let Some(open) = open.take() {
                     open.give_back().await;
@@ -116,13 +118,61 @@ async fn work_on(queue: Arc<Queue>, work: Arc<Work>) {
         };
         let Some((jobs, _permit)) = next else { return };
         let keys = queue.keys(&jobs);
-        let (mut finished, left) = run(&queue, &work, jobs, open.take()).await;
+        let begun = Instant::now();
+        let mut running = pin!(run(&queue, &work, jobs, open.take()));
+        let (mut finished, left) = match running.as_mut().now_or_never() {
+            Some(ended) => ended,
+            None => {
+                results.send();
+                running.await
+            }
+        };
         open = left;
         // A key goes on when it is known that its message has ended: the next one's failure must not be heard of before.
         let going_on = queue.shut(&mut finished, keys);
-        // Nobody listens any more when the consumer is gone.
-        let _ = work.finished.send(finished);
+        results.add(finished, begun);
+        if queue.gate.is_some() {
+            results.send();
+        }
         queue.go_on(&going_on);
+    }
+}
+
+/// What has ended and was not told yet: of handlers that end at once some together, since whoever is told of each by itself does
+/// nothing but wake up. Empty whenever its worker waits for anything, so that it is neither late nor lost with it.
+struct Results<'a> {
+    to: &'a mpsc::UnboundedSender<Vec<Finished>>,
+    ended: Vec<Finished>,
+    /// When the first of their handlers was called.
+    since: Instant,
+}
+
+impl<'a> Results<'a> {
+    /// So many are told together at most.
+    const MOST: usize = 64;
+    /// So long ago the first of their handlers may have been called.
+    const LONGEST: Duration = Duration::from_millis(1);
+
+    fn new(to: &'a mpsc::UnboundedSender<Vec<Finished>>) -> Self {
+        Self { to, ended: Vec::new(), since: Instant::now() }
+    }
+
+    fn add(&mut self, finished: Vec<Finished>, begun: Instant) {
+        if self.ended.is_empty() {
+            (self.ended, self.since) = (finished, begun);
+        } else {
+            self.ended.extend(finished);
+        }
+        if self.ended.len() >= Self::MOST || self.since.elapsed() >= Self::LONGEST {
+            self.send();
+        }
+    }
+
+    fn send(&mut self) {
+        if !self.ended.is_empty() {
+            // Nobody listens any more when the consumer is gone.
+            let _ = self.to.send(std::mem::take(&mut self.ended));
+        }
     }
 }
 
@@ -135,7 +185,7 @@ async fn run(
 ) -> (Vec<Finished>, Option<Open>) {
     let (over, jobs): (Vec<Job>, Vec<Job>) = jobs.into_iter().partition(|job| job.term.is_over());
     let mut finished: Vec<Finished> = over.iter().map(Job::place).map(cancelled).collect();
-    let Some(over) = jobs.first().map(|job| job.term.over().clone()) else {
+    let Some(term) = jobs.first().map(|job| job.term.clone()) else {
         return (finished, open);
     };
     let places: Vec<(Source, i64)> = jobs.iter().map(Job::place).collect();
@@ -149,7 +199,7 @@ async fn run(
             left = open;
         }
         () = async {
-            over.cancelled().await;
+            term.over().cancelled().await;
             // The time it was promised for clearing up.
             tokio::time::sleep(queue.margin()).await;
         } => finished.extend(lost()),

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::join3;
+use futures_util::future::join;
 use tokio_postgres::error::{Severity, SqlState};
 
 use super::commit::{self, Committed, Transaction};
 use super::connection::Borrowed;
-use super::executor::{Batch, Written};
+use super::executor::{Batch, Inserted, Written, complete};
 use super::receipt::Receipt;
-use crate::client::{run, within};
+use crate::client::within;
 use crate::error::{Error, ErrorKind, Result};
 use crate::message::Encoded;
 use crate::stream::StreamInner;
@@ -22,9 +22,8 @@ pub(super) const DOING: &str = "produce";
 pub(super) const INSERT_LIMIT: Duration = Duration::from_secs(60);
 
 /// Unlike `BEGIN` this one ends by itself when its client does not go on with it, frozen perhaps or behind a dead network:
-/// as long as it is open no message that came later is delivered.
-const BEGIN: &str =
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'";
+/// as long as it is open no message that came later is delivered. A plan for these very payloads would hold copies of them all.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL idle_in_transaction_session_timeout = '15s'; SET LOCAL plan_cache_mode = force_generic_plan";
 
 /// The pause before something is tried again, growing from the first to the second.
 pub(super) const AGAIN: (Duration, Duration) =
@@ -70,30 +69,27 @@ async fn write(
     let mut batches = parts.map(|(_, messages)| Batch { stream, messages });
     let first = batches.next().unwrap_or(Batch { stream, messages: &[] });
     // In one write, in this order.
-    let answers = join3(
-        connection.batch_execute(BEGIN),
-        first.insert(connection),
-        run(connection, &stream.client.inner.queries.current_transaction, &[]),
-    );
-    let (begun, written, current) =
-        within(INSERT_LIMIT, answers, DOING).await.map_err(Failure::Trouble)?;
-    if begun.as_ref().is_err_and(refused) && !written.as_ref().is_err_and(refused) {
+    let mut sent = first.messages.len();
+    let answers = join(connection.batch_execute(BEGIN), first.insert(connection));
+    let (begun, inserted) = within(INSERT_LIMIT, answers, DOING).await.map_err(Failure::Trouble)?;
+    if begun.as_ref().is_err_and(refused) && !inserted.as_ref().is_err_and(refused) {
         let text = "BEGIN was cancelled, and the messages may have been committed without it";
         return Err(Failure::Other(commit::unknown(text)));
     }
-    let (mut written, current) =
-        begun.and(written).and_then(|written| Ok((written, current?))).map_err(failure)?;
+    let Inserted { mut written, transaction } = begun.and(inserted).map_err(failure)?;
     for batch in batches {
+        sent += batch.messages.len();
         let more = within(INSERT_LIMIT, batch.insert(connection), DOING).await;
-        written.extend(more.map_err(Failure::Trouble)?.map_err(failure)?);
+        written.extend(more.map_err(Failure::Trouble)?.map_err(failure)?.written);
     }
-    match current.first() {
-        Some(row) => {
+    complete(sent, written.len()).map_err(Failure::Other)?;
+    match transaction {
+        Some((xid, pid)) => {
             let receipts = written.iter().map(|written| written.receipt).collect();
             // What others have stored says nothing about this transaction.
             let written = written.into_iter().filter(|w: &Written| !w.receipt.is_duplicate());
             let (delayed, written) = written.partition(|w| w.receipt.delayed);
-            let transaction = Transaction { xid: row.get(0), pid: row.get(1), written, delayed };
+            let transaction = Transaction { xid, pid, written, delayed };
             Ok((transaction, receipts))
         }
         None => Err(Failure::Other(Error::new(ErrorKind::Database, "the transaction has no id"))),

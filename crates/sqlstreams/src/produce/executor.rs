@@ -9,7 +9,7 @@ use tokio_postgres::types::{ToSql, Type};
 
 use super::keys;
 use super::receipt::{Duplicate, Receipt};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::message::{Encoded, When};
 use crate::payload::Payload;
 use crate::queries::Query;
@@ -48,6 +48,32 @@ pub(crate) struct DelayedBy {
     pub(crate) witness: (i64, i64),
 }
 
+/// What became of a batch.
+#[derive(Debug, Default)]
+pub(crate) struct Inserted {
+    pub(crate) written: Vec<Written>,
+    /// The xid, and the pid of its backend.
+    pub(crate) transaction: Option<(String, i32)>,
+}
+
+impl Inserted {
+    /// Of messages with nothing to be answered but where they are.
+    fn plain(row: &Row) -> Self {
+        // NULL where a trigger let no row through.
+        let ids: Vec<i64> = row.get::<_, Option<_>>(0).unwrap_or_default();
+        let times: Vec<SystemTime> = row.get::<_, Option<_>>(1).unwrap_or_default();
+        let stored = |(id, produced_at)| Written {
+            receipt: Receipt { id, delayed: false, duplicate: None },
+            produced_at,
+            delayed: None,
+        };
+        Self {
+            written: ids.into_iter().zip(times).map(stored).collect(),
+            transaction: Some((row.get(2), row.get(3))),
+        }
+    }
+}
+
 mod sealed {
     pub trait Sealed {}
 }
@@ -70,22 +96,21 @@ impl Executor for tokio_postgres::Transaction<'_> {
 impl Batch<'_> {
     /// In a transaction of the caller's.
     async fn insert_in(&self, connection: &tokio_postgres::Client) -> Result<Vec<Receipt>> {
-        let written =
+        let inserted =
             self.insert(connection).await.map_err(|e| Error::from_driver(e, "produce"))?;
+        complete(self.messages.len(), inserted.written.len())?;
         keys::look_after(self.stream, self.messages);
-        Ok(written.into_iter().map(|written| written.receipt).collect())
+        Ok(inserted.written.into_iter().map(|written| written.receipt).collect())
     }
 
     /// One statement, whatever the number of messages.
     pub(crate) async fn insert(
         &self,
         connection: &tokio_postgres::Client,
-    ) -> Result<Vec<Written>, tokio_postgres::Error> {
-        let keys: Vec<Option<&str>> = self.messages.iter().map(|m| m.key.as_deref()).collect();
-        let routing_keys: Vec<Option<&str>> =
-            self.messages.iter().map(|m| m.routing_key.as_deref()).collect();
-        let headers: Vec<Option<&str>> =
-            self.messages.iter().map(|m| m.headers.as_deref()).collect();
+    ) -> Result<Inserted, tokio_postgres::Error> {
+        let keys = self.column(|message| message.key.as_deref());
+        let routing_keys = self.column(|message| message.routing_key.as_deref());
+        let headers = self.column(|message| message.headers.as_deref());
         let payloads: Vec<Option<&Payload>> =
             self.messages.iter().map(|m| m.payload.as_ref()).collect();
         let mut params: Vec<&(dyn ToSql + Sync)> = vec![&keys, &routing_keys, &headers];
@@ -93,21 +118,13 @@ impl Batch<'_> {
         if self.messages.iter().all(Encoded::is_plain) {
             params.push(&payloads);
             let rows = self.send(connection, &queries.insert, &params).await?;
-            let stored = |row: &Row| Written {
-                receipt: Receipt { id: row.get(0), delayed: false, duplicate: None },
-                produced_at: row.get(1),
-                delayed: None,
-            };
-            return Ok(rows.iter().map(stored).collect());
+            return Ok(rows.first().map(Inserted::plain).unwrap_or_default());
         }
         let idempotency_keys: Vec<Option<&str>> =
             self.messages.iter().map(|m| m.idempotency_key.as_deref()).collect();
         let (deliver_at, delays) = times(self.messages, |m| m.deliver);
         let (expires_at, expires_in) = times(self.messages, |m| m.expires);
-        let expected: Vec<Option<i64>> = match self.messages.iter().any(|m| m.expected.is_some()) {
-            true => self.messages.iter().map(|m| m.expected).collect(),
-            false => Vec::new(),
-        };
+        let expected: Vec<Option<i64>> = self.column(|message| message.expected);
         let more: [&(dyn ToSql + Sync); 7] = [
             &idempotency_keys,
             &deliver_at,
@@ -134,7 +151,18 @@ impl Batch<'_> {
                 witness: (row.get(6), row.get(7)),
             }),
         };
-        Ok(rows.iter().map(written).collect())
+        Ok(Inserted {
+            written: rows.iter().map(written).collect(),
+            transaction: rows.first().map(|row| (row.get(8), row.get(9))),
+        })
+    }
+
+    /// What each message has of something; nothing where none has any.
+    fn column<'m, V>(&'m self, of: impl Fn(&'m Encoded) -> Option<V>) -> Vec<Option<V>> {
+        match self.messages.iter().any(|message| of(message).is_some()) {
+            true => self.messages.iter().map(of).collect(),
+            false => Vec::new(),
+        }
     }
 
     /// The payloads come last: their type is the stream's.
@@ -147,6 +175,18 @@ impl Batch<'_> {
         let types = query.types.iter().cloned().chain([self.stream.payload_type.array_type()]);
         let typed: Vec<(&(dyn ToSql + Sync), Type)> = params.iter().copied().zip(types).collect();
         connection.query_typed(&query.sql, &typed).await
+    }
+}
+
+/// Which message is where can be told only if all were stored: somebody's trigger on the log may have left some out.
+pub(super) fn complete(sent: usize, stored: usize) -> Result<()> {
+    match stored == sent {
+        true => Ok(()),
+        false => {
+            let text = format!("{stored} of {sent} messages were stored");
+            Err(Error::new(ErrorKind::Database, text)
+                .with_hint("A trigger on the log has left the others out. It must not."))
+        }
     }
 }
 

@@ -252,7 +252,7 @@ fn whole_micros(time: SystemTime) -> SystemTime {
 impl Produced {
     fn new<T, C: Codec<T>>(stream: &Stream<T, C>, message: &Outgoing<'_, T>) -> Result<Self> {
         let inner = &stream.inner;
-        let mut encoded = message.encode::<C>(inner.payload_type, inner.compacted)?;
+        let mut encoded = message.clone().encode::<C>(inner.payload_type, inner.compacted)?;
         let refused = |what: &str| {
             Error::new(
                 ErrorKind::InvalidArgument,

@@ -41,7 +41,7 @@ impl Turn {
         connection: &tokio_postgres::Client,
         stream: i64,
     ) -> Result<(), tokio_postgres::Error> {
-        let params: [&(dyn ToSql + Sync); 1] = [&vec![stream]];
+        let params: [&(dyn ToSql + Sync); 2] = [&vec![stream], &self.0.schema()];
         let rang = run(connection, &self.0.inner.queries.ring, &params).await;
         if rang.is_err() {
             self.0.inner.bell.lock().streams.insert(stream);
@@ -136,6 +136,6 @@ async fn ring_all(ringing: Ringing) {
 
 async fn ring(client: &Client, streams: &[i64]) -> Result<()> {
     let doing = "wake consumers";
-    let params: [&(dyn ToSql + Sync); 1] = [&streams];
+    let params: [&(dyn ToSql + Sync); 2] = [&streams, &client.schema()];
     client.ask(&client.inner.queries.ring, &params, doing).await.map(drop)
 }

@@ -15,12 +15,17 @@ pub async fn buffers(db: &Client, sql: &str) -> i64 {
     read("Shared Hit Blocks") + read("Shared Read Blocks")
 }
 
-/// The average of those that did not read the whole catalogue as well. That is some 2,000 buffers, whatever the
-/// statement; it happens in the first call of a session, after a vacuum, and whenever other sessions, also of other
-/// databases, change so much of the catalogue at once that the server tells this one to forget what it knew.
-pub fn usual(mut samples: Vec<i64>) -> f64 {
+/// The middle one: for calls that read the same each time. One that reads the catalogue as well is not the call's fault.
+pub fn middle(mut samples: Vec<i64>) -> f64 {
     samples.sort_unstable();
-    let middle = samples[samples.len() / 2];
-    samples.retain(|sample| *sample < middle + 1_000);
-    samples.iter().sum::<i64>() as f64 / samples.len() as f64
+    samples[samples.len() / 2] as f64
+}
+
+/// The average, for calls that read more at some times than at others; without those that read the whole catalogue as well. That is
+/// some 2,000 buffers, whatever the statement; it happens in the first call of a session, after a vacuum, and whenever other
+/// sessions, also of other databases, change so much of the catalogue at once that the server tells this one to forget it.
+pub fn average(samples: Vec<i64>) -> f64 {
+    let most = middle(samples.clone()) as i64 + 1_000;
+    let usual: Vec<i64> = samples.into_iter().filter(|sample| *sample < most).collect();
+    usual.iter().sum::<i64>() as f64 / usual.len() as f64
 }

@@ -6,7 +6,7 @@ use sqlstreams::{
     Bytes, Client, ErrorKind, Lenient, Outgoing, PayloadType, Stream, Text, Undecodable,
 };
 
-use crate::buffers::{buffers, usual};
+use crate::buffers::{buffers, middle};
 use crate::running::Running;
 use crate::support::{client, count};
 
@@ -198,7 +198,7 @@ async fn look_ups_read_a_few_pages_whatever_the_versions() {
         for _ in 0..5 {
             samples.push(buffers(&db, sql).await);
         }
-        usual(samples)
+        middle(samples)
     };
     let newest = pages("SELECT * FROM sqlstreams.latest_message_1('hot')").await;
     let oldest = pages("SELECT * FROM sqlstreams.latest_message_1('old')").await;

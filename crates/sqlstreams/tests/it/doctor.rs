@@ -8,7 +8,7 @@ use sqlstreams::{Client, Delivery, Doctor, ErrorKind, Finding, RetryPolicy, Seve
 use sqlstreams_dev::{Cluster, StopMode};
 use tokio_postgres::Client as Db;
 
-use crate::buffers::{buffers, usual};
+use crate::buffers::{buffers, middle};
 use crate::support::{client, client_at, connect, count, database, numbers};
 
 pub async fn codes(doctor: &Doctor) -> Vec<String> {
@@ -442,7 +442,7 @@ async fn looking_is_bounded() {
         for _ in 0..5 {
             samples.push(buffers(&db, "SELECT * FROM sqlstreams.doctor()").await);
         }
-        usual(samples)
+        middle(samples)
     };
     fill(1_500).await;
     let few = pages().await;

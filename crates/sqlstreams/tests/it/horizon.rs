@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio_postgres::Client as Db;
 
-use crate::buffers::{buffers, usual};
+use crate::buffers::{average, buffers, middle};
 use crate::plain::{Plain, installed};
 use crate::support::{connect, count, database};
 
@@ -39,7 +39,7 @@ async fn of_calls(db: &Db, call: &str) -> f64 {
     for _ in 0..SAMPLES {
         samples.push(of_call(db, call).await);
     }
-    usual(samples)
+    average(samples)
 }
 
 pub async fn of_call(db: &Db, call: &str) -> i64 {
@@ -119,7 +119,7 @@ async fn over_a_cycle(plain: &Plain, calls: &[String], step: &str, keep: uuid::U
         );
         plain.db.batch_execute(&sql).await.unwrap();
     }
-    samples.into_iter().map(usual).collect()
+    samples.into_iter().map(average).collect()
 }
 
 /// Exceptions are claimed with the bound that callers pass, and settled by their key.
@@ -191,7 +191,7 @@ async fn exception_buffers(plain: &Plain) -> (f64, f64) {
         );
         settlements.push(of_call(&plain.db, &settle).await);
     }
-    (usual(claims), usual(settlements))
+    (middle(claims), middle(settlements))
 }
 
 /// A gap that is looked at again and again, behind a producer that does not end.
@@ -260,7 +260,7 @@ async fn a_lease_of_lanes_that_lives_long_is_not_left_behind() {
                 samples.push(of_call(&plain.db, call).await);
             }
         }
-        samples.map(usual)
+        samples.map(average)
     };
     let before = cycle().await;
     repeat(&plain.db, calls(), &step).await;

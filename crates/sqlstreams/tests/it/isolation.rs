@@ -21,6 +21,7 @@ async fn every_consuming_function_refuses_an_old_snapshot() {
         format!("advance(1, {group}, {none}, {none}, '{{}}', '{{}}', 10)"),
         format!("\"fetch\"(1, {group}, '{token}', 0, 10, 1000, NULL::json)"),
         format!("claim(1, {group}, 10, NULL::json)"),
+        format!("claimed_range(1, {group}, '{token}', 1)"),
         format!("settle(1, {group}, 1, '{token}', '{{[1,2)}}')"),
         format!("fail(1, {group}, 1, '{token}', '{{1}}', '{{dead}}', '{{x}}')"),
         format!("extend(1, {group}, '{{1}}', '{{{token}}}', ARRAY['{{}}'::int8multirange])"),

@@ -85,6 +85,8 @@ mod schema;
 mod seek;
 mod shutdown;
 mod sql_arguments;
+mod straight;
+mod straight_leases;
 mod support;
 mod surplus;
 mod tokens;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use sqlstreams::{CancellationToken, Client, Delivery, Mode, Outgoing, RetryPolicy, Stream};
 
-use crate::buffers::{buffers, usual};
+use crate::buffers::{buffers, middle};
 use crate::child::{Place, Process};
 use crate::journal::{self, Script, What};
 use crate::support::{client, client_at, count, database, eventually};
@@ -379,7 +379,7 @@ async fn pages_of_a_claim(db: &tokio_postgres::Client) -> f64 {
         samples.push(buffers(db, claim).await);
         db.batch_execute("ROLLBACK").await.unwrap();
     }
-    usual(samples)
+    middle(samples)
 }
 
 #[tokio::test(flavor = "multi_thread")]

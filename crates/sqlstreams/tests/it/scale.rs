@@ -2,14 +2,14 @@
 
 use tokio_postgres::Client as Db;
 
-use crate::buffers::{buffers, usual};
+use crate::buffers::{average, buffers};
 use crate::plain::{Plain, create_group, installed};
 use crate::support::{client_at, count, database};
 
 /// The value that all but one of a hundred samples keep below, and their usual one.
 fn spread(mut samples: Vec<i64>) -> (i64, f64) {
-    let mean = usual(samples.clone());
-    // Those that read the whole catalogue as well are not the call's: see `usual`.
+    let mean = average(samples.clone());
+    // Those that read the whole catalogue as well are not the call's: see `average`.
     samples.retain(|sample| (*sample as f64) < mean + 1_000.0);
     samples.sort_unstable();
     (samples[(samples.len() * 99 / 100).min(samples.len() - 1)], mean)
@@ -113,7 +113,7 @@ impl Prepared<'_> {
                 samples.push(read);
             }
         }
-        samples.map(usual)
+        samples.map(average)
     }
 }
 
@@ -214,7 +214,7 @@ async fn tb_122_counts_of_states_read_no_more_than_a_bounded_part() {
             for _ in 0..5 {
                 samples.push(buffers(&db, &format!("SELECT * FROM sqlstreams.{look}")).await);
             }
-            all.push(usual(samples));
+            all.push(average(samples));
         }
         all
     };

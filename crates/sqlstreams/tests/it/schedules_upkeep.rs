@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlstreams::{Client, ErrorKind, Missed, Outgoing, RunKind};
 
-use crate::buffers::usual;
+use crate::buffers::middle;
 use crate::schedules::{LOG, fired, neglect, stream};
 use crate::support::{client, client_at, connect, count, database, eventually};
 
@@ -120,7 +120,7 @@ async fn looks_read_no_more_than_before() {
                 each.push(crate::horizon::of_call(&db, call).await);
             }
         }
-        all.map(usual)
+        all.map(middle)
     };
     // Until its first time has come: before, nothing is fired.
     tokio::time::sleep(Duration::from_millis(1_200)).await;

@@ -21,6 +21,7 @@ use super::keeper::{Holding, give_up};
 use super::pace::Pace;
 use super::protocol::Protocol;
 use super::sieve::Sieve;
+use super::straight::Straight;
 use super::turns::LANES;
 use super::workers::{Finished, Job, Queue, Workers};
 use super::{Consumed, Settings, sleep_until};
@@ -47,6 +48,7 @@ pub(super) struct Coordinator {
     health: Health,
     pace: Pace,
     sieve: Sieve,
+    straight: Straight,
     fairness: Fairness,
     consumed: Consumed,
     /// What may be there to claim, as far as is known.
@@ -98,6 +100,7 @@ impl Coordinator {
             // Not nothing, if it has begun again.
             consumed: settings.health.snapshot().consumed,
             sieve: Sieve::new(),
+            straight: Straight::default(),
             fairness: Fairness::new(),
             health: settings.health.clone(),
             protocol,
@@ -280,7 +283,7 @@ impl Coordinator {
     fn received(&mut self, jobs: impl ExactSizeIterator<Item = Job>) {
         let count = jobs.len();
         let mut bytes = 0;
-        self.queue.push(jobs.inspect(|job| bytes += job.message.payload.len()));
+        self.queue.push(jobs.inspect(|job| bytes += job.message.payload.bytes().len()));
         self.pace.received(count, bytes);
         if count > 0 {
             self.health.progress();

@@ -8,6 +8,7 @@ use super::Coordinator;
 use crate::consume::delivery::History;
 use crate::consume::fairness::ALL;
 use crate::consume::protocol::Page;
+use crate::consume::straight::Window;
 use crate::consume::workers::Job;
 use crate::error::{ErrorKind, Result};
 use crate::partitions;
@@ -23,7 +24,13 @@ impl Coordinator {
             false => self.sieve.width(limit, self.limited),
         };
         let wish = self.fairness.wish(lanes);
-        let call = self.protocol.advance(&reports, token, limit as i64, width as i64, bytes, &wish);
+        let partition_size = self.protocol.stream.partition_size;
+        let window = match self.is_plain() && limit > 0 {
+            true => self.straight.window(limit, self.pace.fitting(), partition_size),
+            false => None,
+        };
+        let wanted = (limit as i64, width as i64);
+        let call = self.protocol.advance(&reports, token, wanted, bytes, &wish, window);
         let advanced = self.unless_orphaned(token, call.await, limit > 0)?;
         self.exceptions_next = true;
         self.limited = advanced.limited;
@@ -43,6 +50,10 @@ impl Coordinator {
                 // Producers of other kinds may not look after partitions.
                 if let Some(last) = last {
                     partitions::look_after(&self.protocol.stream, last);
+                    self.straight.claimed(last);
+                }
+                if let Some(straight) = advanced.straight {
+                    self.straight.tried(straight);
                 }
                 // Short of what was asked for: that may have been all. The watcher looks again soon, which locks nothing.
                 let ids = last.zip(first).map_or(0, |(last, first)| (last - first + 1) as usize);
@@ -61,7 +72,9 @@ impl Coordinator {
                 self.watch.claimed(last, short);
                 self.holding.lock().claimed(claimed, sent);
                 self.holding.grown();
-                self.sift(advanced.lanes, first, ids, &advanced.page);
+                if advanced.straight != Some(false) {
+                    self.sift(advanced.lanes, first, ids, &advanced.page);
+                }
                 self.fetched(token, limit, advanced.page)?;
             }
             // None of these was for the group: on to the next.
@@ -87,6 +100,11 @@ impl Coordinator {
             None => {}
         }
         Ok(())
+    }
+
+    /// Whether all messages of the log are for the group, in no other order than that of their ids.
+    fn is_plain(&self) -> bool {
+        !self.sieve.is_bound() && !self.fairness.is_fair()
     }
 
     /// Learns from the first messages of a lease how many of its ids are for the group.
@@ -117,7 +135,13 @@ impl Coordinator {
     /// Fetches messages of a lease.
     pub(super) async fn fetch(&mut self, token: Uuid, after: i64, limit: usize) -> Result<()> {
         let bytes = self.pace.fetch_bytes();
-        match self.protocol.fetch(token, after, limit as i64, bytes).await {
+        let straight = self.is_plain() && limit > 1 && self.straight.works();
+        let last = if straight { self.holding.lock().last_id(token) } else { None };
+        let window = last.map(|last| Window {
+            ids: after + 1..last.saturating_add(1),
+            messages: limit.min(self.pace.fitting()) as i64,
+        });
+        match self.protocol.fetch(token, after, limit as i64, bytes, window).await {
             Err(error) if limit == 1 && error.may_be_a_message() => {
                 let id = self.protocol.next_id(token, after).await?;
                 let fetched = self.holding.lock().fetched(token, id, id.is_some());

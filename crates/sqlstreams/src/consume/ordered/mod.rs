@@ -347,7 +347,7 @@ impl Ordered {
 
     async fn fetch(&mut self, token: Uuid, after: i64, limit: usize) -> Result<()> {
         let bytes = self.pace.fetch_bytes();
-        match self.protocol.fetch(token, after, limit as i64, bytes).await {
+        match self.protocol.fetch(token, after, limit as i64, bytes, None).await {
             Err(error) if limit == 1 && error.may_be_a_message() => {
                 let id = self.protocol.next_id(token, after).await?;
                 let source = self.lanes.fetched(token, id, id.is_some());
@@ -456,7 +456,7 @@ impl Ordered {
 
     fn received(&mut self, jobs: Vec<Job>) {
         let count = jobs.len();
-        let bytes = jobs.iter().map(|job| job.message.payload.len()).sum();
+        let bytes = jobs.iter().map(|job| job.message.payload.bytes().len()).sum();
         self.queue.push(jobs);
         self.pace.received(count, bytes);
         if count > 0 {

@@ -1,0 +1,157 @@
+//! `sqlstreams bench consume`.
+
+use std::process::ExitCode;
+
+use anyhow::{Context as _, ensure};
+use clap::Args;
+use serde::Serialize;
+use sqlstreams::{Delivery, Outgoing, Stream};
+
+use super::measured;
+use super::place::{Place, Tables};
+use super::server::Server;
+use super::versus::{self, Line, Meter, Verdict, bare, contest, print_contest, print_verdict};
+use crate::context::Context;
+use crate::output::{print, thousands};
+
+/// What a group has to reach of reading the same rows.
+const TARGET: f64 = 0.7;
+/// The most WAL that a message may cost to consume, in bytes.
+const WAL: f64 = 1.0;
+/// Ids per query of the bare loop: the fastest of those that were tried.
+const RANGE: i64 = 1_000;
+/// Messages per transaction when the log is filled.
+const BATCH: usize = 5_000;
+
+const AFTER_HELP: &str = "\
+Messages a second of a new group whose handler does nothing, beside a plain connection that reads the
+same rows by ranges of ids, in turns in the same run. Without a database it starts a private
+PostgreSQL. The exit code is 0 once it has measured, whether the targets hold or not: ask for
+.targets_met.
+
+Examples:
+  sqlstreams bench consume
+  sqlstreams bench consume --messages 1000000 --bytes 100
+  sqlstreams bench consume --json | jq '.lines[] | {name, per_second}'";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ConsumeArgs {
+    /// Messages in the log
+    #[arg(long, value_name = "N", default_value_t = 500_000,
+          value_parser = clap::value_parser!(u32).range(1_000..=100_000_000))]
+    messages: u32,
+    /// Bytes per payload
+    #[arg(long, value_name = "N", default_value_t = 1_000,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    bytes: u32,
+    /// Handlers that run at once
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    concurrency: u16,
+    /// Measure briefly
+    #[arg(long)]
+    quick: bool,
+}
+
+/// What was measured: the document that `--json` prints.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Facts {
+    sqlstreams: &'static str,
+    postgresql: Server,
+    messages: u32,
+    bytes: u32,
+    concurrency: u16,
+    lines: Vec<Line>,
+    targets: Vec<Verdict>,
+    targets_met: bool,
+}
+
+pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<ExitCode> {
+    let work = async |place: &mut Place<String>| measure(&args, context, place).await;
+    let facts = measured(context, "bench_consume_", &[], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
+}
+
+pub(crate) async fn measure(
+    args: &ConsumeArgs,
+    context: &Context,
+    place: &mut Place<String>,
+) -> anyhow::Result<Facts> {
+    let messages = if args.quick { args.messages.min(200_000) } else { args.messages };
+    context.say(&format!("producing {} messages", thousands(messages)));
+    let (first, last) = fill(&place.stream, messages, args.bytes as usize).await?;
+    let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
+    // As a log is that has been there for a while.
+    place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
+    let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
+    let names = ["bare range read", "group"];
+    let mut turn = 0;
+    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
+        turn += 1;
+        let read = match which {
+            0 => bare::read(&place.url, &log, (first, last), RANGE).await?,
+            _ => drain(&place.stream, &format!("turn {turn}"), args.concurrency).await?,
+        };
+        ensure!(read == u64::from(messages), "{read} messages came of {messages}");
+        Ok(read)
+    });
+    let lines = lines.await?;
+    let wal = &lines[1].cost;
+    let wal = wal.per_message(wal.wal_bytes as f64);
+    let targets = vec![
+        versus::verdict("group / bare range read", &lines, 1, &[0], TARGET),
+        Verdict { what: "WAL bytes per message", ratio: wal, target: WAL, met: wal <= WAL },
+    ];
+    Ok(Facts {
+        sqlstreams: env!("CARGO_PKG_VERSION"),
+        postgresql: place.server.clone(),
+        messages,
+        bytes: args.bytes,
+        concurrency: args.concurrency,
+        lines,
+        targets_met: targets.iter().all(|target| target.met),
+        targets,
+    })
+}
+
+/// Sends so many messages. Returns the first and the last id.
+pub(crate) async fn fill(
+    stream: &Stream<String>,
+    messages: u32,
+    bytes: usize,
+) -> anyhow::Result<(i64, i64)> {
+    let (producer, payload) = (stream.producer(), "x".repeat(bytes));
+    let (mut first, mut last, mut left) = (None, 0, messages as usize);
+    while left > 0 {
+        let batch = (0..left.min(BATCH)).map(|_| Outgoing::new(&payload));
+        let receipts = producer.send_all(batch).await?;
+        left -= receipts.len();
+        first = first.or(receipts.first().map(|receipt| receipt.id));
+        last = receipts.last().map_or(last, |receipt| receipt.id);
+    }
+    Ok((first.unwrap_or(1), last))
+}
+
+/// Goes through the stream once, as a new group. Returns how many messages were handled.
+async fn drain(stream: &Stream<String>, group: &str, concurrency: u16) -> anyhow::Result<u64> {
+    let group = stream.group(group).create().await?;
+    let consumer = group.consumer().concurrency(concurrency.into()).until_caught_up();
+    let consumed = consumer.run(|_: Delivery<String>| std::future::ready(()));
+    let handled = consumed.await.context("the consumer ended early")?.handled;
+    group.drop_group().await?;
+    Ok(handled)
+}
+
+fn print_facts(facts: &Facts) -> anyhow::Result<()> {
+    print(format_args!(
+        "{} messages of {} bytes, {} handlers at once. {}\n",
+        thousands(facts.messages),
+        facts.bytes,
+        facts.concurrency,
+        facts.postgresql
+    ))?;
+    print_contest(&facts.lines)?;
+    print("")?;
+    print_verdict(&facts.targets)
+}

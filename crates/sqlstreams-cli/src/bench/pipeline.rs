@@ -1,0 +1,197 @@
+//! `sqlstreams bench pipeline`.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use anyhow::Context as _;
+use clap::Args;
+use serde::Serialize;
+use sqlstreams::{CancellationToken, Delivery, Start};
+use tokio::task::JoinSet;
+
+use super::measured;
+use super::place::{Place, Tables};
+use super::produce::batches;
+use super::server::Server;
+use super::versus::bare::{self, Way};
+use super::versus::{self, Line, Meter, Verdict, contest, print_contest, print_verdict};
+use crate::context::Context;
+use crate::output::print;
+use crate::values;
+
+/// What comes out has to reach of the bare loops.
+const TARGET: f64 = 0.8;
+/// The part of what was produced that may be left when the producers stop.
+const BACKLOG: f64 = 0.1;
+/// The table with the bare loop's cursor.
+const CURSOR: &str = "cursor";
+/// The most rows that the bare loop claims at once.
+const WIDTH: i64 = 5_000;
+
+const AFTER_HELP: &str = "\
+Messages a second through a stream that is written to and read at once: batches of a producer and a
+group whose handler does nothing, beside a loop that inserts into a log of the same kind together
+with one that moves a cursor over it, in turns in the same run. Counted is what has come out when the
+producers stop. Without a database it starts a private PostgreSQL. The exit code is 0 once it has
+measured, whether the targets hold or not: ask for .targets_met.
+
+Examples:
+  sqlstreams bench pipeline
+  sqlstreams bench pipeline --batch 1000 --bytes 100
+  sqlstreams bench pipeline --json | jq '.lines[] | {name, per_second}'";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct PipelineArgs {
+    /// Connections that insert at once
+    #[arg(long, value_name = "N", default_value_t = 2,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    connections: u16,
+    /// Messages per transaction
+    #[arg(long, value_name = "N", default_value = "250", value_parser = values::at_least_one)]
+    batch: usize,
+    /// Bytes per payload
+    #[arg(long, value_name = "N", default_value_t = 1_000,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    bytes: u32,
+    /// Handlers that run at once
+    #[arg(long, value_name = "N", default_value_t = 16,
+          value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    concurrency: u16,
+    /// Measure briefly
+    #[arg(long)]
+    quick: bool,
+}
+
+/// What was measured: the document that `--json` prints.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Facts {
+    sqlstreams: &'static str,
+    postgresql: Server,
+    connections: u16,
+    batch: usize,
+    bytes: u32,
+    concurrency: u16,
+    lines: Vec<Line>,
+    targets: Vec<Verdict>,
+    targets_met: bool,
+}
+
+/// How much went in, and how much had come out when that ended.
+#[derive(Debug, Default, Clone, Copy)]
+struct Flow {
+    produced: u64,
+    handled: u64,
+}
+
+pub(crate) async fn run(args: PipelineArgs, context: &Context) -> anyhow::Result<ExitCode> {
+    let work = async |place: &mut Place<String>| measure(&args, context, place).await;
+    let facts = measured(context, "bench_pipeline_", &[CURSOR], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
+}
+
+pub(crate) async fn measure(
+    args: &PipelineArgs,
+    context: &Context,
+    place: &mut Place<String>,
+) -> anyhow::Result<Facts> {
+    // Partitions are made ahead by pace, which plain statements do not know of.
+    let whole = place.another_stream("bare", |stream| stream.partition_size(1_000_000_000)).await?;
+    let log = Tables::in_schema(context.schema(), &format!("message_log_{}", whole.id()));
+    let cursor = place.tables.name(CURSOR);
+    let create = format!(
+        "CREATE TABLE {cursor} (position bigint) WITH (fillfactor = 50); INSERT INTO {cursor} VALUES (0)"
+    );
+    place.db.batch_execute(&create).await.context("could not create a table")?;
+    let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
+    let mut flows = [Flow::default(); 2];
+    let names = ["bare insert and claim", "batches and group"];
+    let mut turn = 0;
+    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
+        turn += 1;
+        let until = Instant::now() + versus::turn(args.quick);
+        let flow = match which {
+            0 => plain(args, &place.url, &log, &cursor, until).await?,
+            _ => ours(args, place, &format!("turn {turn}"), until).await?,
+        };
+        flows[which].produced += flow.produced;
+        flows[which].handled += flow.handled;
+        Ok(flow.handled)
+    });
+    let lines = lines.await?;
+    let left = 1.0 - flows[1].handled as f64 / flows[1].produced.max(1) as f64;
+    let targets = vec![
+        versus::verdict("batches and group / bare loops", &lines, 1, &[0], TARGET),
+        Verdict { what: "part that is left", ratio: left, target: BACKLOG, met: left <= BACKLOG },
+    ];
+    Ok(Facts {
+        sqlstreams: env!("CARGO_PKG_VERSION"),
+        postgresql: place.server.clone(),
+        connections: args.connections,
+        batch: args.batch,
+        bytes: args.bytes,
+        concurrency: args.concurrency,
+        lines,
+        targets_met: targets.iter().all(|target| target.met),
+        targets,
+    })
+}
+
+async fn plain(
+    args: &PipelineArgs,
+    url: &str,
+    log: &str,
+    cursor: &str,
+    until: Instant,
+) -> anyhow::Result<Flow> {
+    let payload = "x".repeat(args.bytes as usize);
+    let stop = CancellationToken::new();
+    let mut claims = JoinSet::new();
+    let (to, table, at, stopped) =
+        (url.to_owned(), log.to_owned(), cursor.to_owned(), stop.clone());
+    claims.spawn(async move { bare::claim(&to, &table, &at, WIDTH, &stopped).await });
+    let at_once = (args.connections, args.batch);
+    let produced = bare::insert(url, log, Way::Copy, &payload, at_once, until).await?;
+    stop.cancel();
+    let handled = claims.join_next().await.context("a task vanished")???;
+    Ok(Flow { produced, handled })
+}
+
+async fn ours(
+    args: &PipelineArgs,
+    place: &Place<String>,
+    group: &str,
+    until: Instant,
+) -> anyhow::Result<Flow> {
+    let group = place.stream.group(group).start(Start::Latest).create().await?;
+    let (stop, handled) = (CancellationToken::new(), Arc::new(AtomicU64::new(0)));
+    let consumer = group.consumer().concurrency(args.concurrency.into()).stop_on(stop.clone());
+    let mut consumers = JoinSet::new();
+    let counted = handled.clone();
+    consumers.spawn(consumer.run(move |_: Delivery<String>| {
+        counted.fetch_add(1, Ordering::Relaxed);
+        std::future::ready(())
+    }));
+    let payload = "x".repeat(args.bytes as usize);
+    let at_once = (args.connections, args.batch);
+    let produced = batches(&place.stream.producer(), &payload, at_once, until).await?;
+    let handled = handled.load(Ordering::Relaxed);
+    stop.cancel();
+    while let Some(ended) = consumers.join_next().await {
+        ended?.context("the consumer ended early")?;
+    }
+    group.drop_group().await?;
+    Ok(Flow { produced, handled })
+}
+
+fn print_facts(facts: &Facts) -> anyhow::Result<()> {
+    print(format_args!(
+        "{} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
+        facts.connections, facts.batch, facts.bytes, facts.concurrency, facts.postgresql
+    ))?;
+    print_contest(&facts.lines)?;
+    print("")?;
+    print_verdict(&facts.targets)
+}

@@ -1,0 +1,180 @@
+//! `sqlstreams bench produce`.
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::Args;
+use serde::Serialize;
+use sqlstreams::{Outgoing, Producer};
+use tokio::task::JoinSet;
+
+use super::measured;
+use super::place::{Place, Tables};
+use super::server::Server;
+use super::versus::bare::{self, Way};
+use super::versus::{self, Line, Meter, Verdict, contest, print_contest, print_verdict};
+use crate::context::Context;
+use crate::output::print;
+use crate::values;
+
+/// What batches have to reach of the best loop of plain statements.
+const BATCHES: f64 = 0.9;
+/// What single sends have to reach of batches.
+const SINGLE: f64 = 0.5;
+
+const AFTER_HELP: &str = "\
+Durable messages a second: batches and single sends, beside loops of plain statements into a log of
+the same kind, in turns in the same run. Without a database it starts a private PostgreSQL. The exit
+code is 0 once it has measured, whether the targets hold or not: ask for .targets_met.
+
+Examples:
+  sqlstreams bench produce
+  sqlstreams bench produce --batch 1000 --bytes 100
+  sqlstreams bench produce --json | jq '.lines[] | {name, per_second}'";
+
+#[derive(Debug, Clone, Args)]
+#[command(after_help = AFTER_HELP)]
+pub(crate) struct ProduceArgs {
+    /// Connections that insert at once
+    #[arg(long, value_name = "N", default_value_t = 2,
+          value_parser = clap::value_parser!(u16).range(1..=64))]
+    connections: u16,
+    /// Messages per transaction
+    #[arg(long, value_name = "N", default_value = "250", value_parser = values::at_least_one)]
+    batch: usize,
+    /// Tasks that send one message at a time
+    #[arg(long, value_name = "N", default_value_t = 256,
+          value_parser = clap::value_parser!(u16).range(1..=10_000))]
+    tasks: u16,
+    /// Bytes per payload
+    #[arg(long, value_name = "N", default_value_t = 1_000,
+          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    bytes: u32,
+    /// Measure briefly
+    #[arg(long)]
+    quick: bool,
+}
+
+/// What was measured: the document that `--json` prints.
+#[derive(Debug, Clone, Serialize)]
+pub(crate) struct Facts {
+    sqlstreams: &'static str,
+    postgresql: Server,
+    connections: u16,
+    batch: usize,
+    tasks: u16,
+    bytes: u32,
+    lines: Vec<Line>,
+    targets: Vec<Verdict>,
+    targets_met: bool,
+}
+
+pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<ExitCode> {
+    let work = async |place: &mut Place<String>| measure(&args, context, place).await;
+    let facts = measured(context, "bench_produce_", &[], work, print_facts).await?;
+    Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
+}
+
+pub(crate) async fn measure(
+    args: &ProduceArgs,
+    context: &Context,
+    place: &mut Place<String>,
+) -> anyhow::Result<Facts> {
+    // Partitions are made ahead by pace, which plain statements do not know of.
+    let whole = place.another_stream("bare", |stream| stream.partition_size(1_000_000_000)).await?;
+    let table = Tables::in_schema(context.schema(), &format!("message_log_{}", whole.id()));
+    let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
+    let payload = "x".repeat(args.bytes as usize);
+    let producer = place.stream.producer();
+    let at_once = (args.connections, args.batch);
+    let url = &place.url;
+    let names = ["bare unnest", "bare COPY", "batches", "single sends"];
+    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
+        let until = Instant::now() + versus::turn(args.quick);
+        match which {
+            0 => bare::insert(url, &table, Way::Unnest, &payload, at_once, until).await,
+            1 => bare::insert(url, &table, Way::Copy, &payload, at_once, until).await,
+            2 => batches(&producer, &payload, at_once, until).await,
+            _ => single(&producer, &payload, args.tasks, until).await,
+        }
+    });
+    let lines = lines.await?;
+    let targets = vec![
+        versus::verdict("batches / best bare loop", &lines, 2, &[0, 1], BATCHES),
+        versus::verdict("single sends / batches", &lines, 3, &[2], SINGLE),
+    ];
+    Ok(Facts {
+        sqlstreams: env!("CARGO_PKG_VERSION"),
+        postgresql: place.server.clone(),
+        connections: args.connections,
+        batch: args.batch,
+        tasks: args.tasks,
+        bytes: args.bytes,
+        lines,
+        targets_met: targets.iter().all(|target| target.met),
+        targets,
+    })
+}
+
+/// Sends batches, so many at once, until then. Returns how many messages.
+pub(crate) async fn batches(
+    producer: &Producer<String>,
+    payload: &str,
+    (at_once, batch): (u16, usize),
+    until: Instant,
+) -> anyhow::Result<u64> {
+    let mut senders = JoinSet::new();
+    for _ in 0..at_once {
+        let (producer, payload) = (producer.clone(), payload.to_owned());
+        senders.spawn(async move {
+            let mut sent = 0;
+            while Instant::now() < until {
+                let messages = (0..batch).map(|_| Outgoing::new(&payload));
+                sent += producer.send_all(messages).await?.len() as u64;
+            }
+            anyhow::Ok(sent)
+        });
+    }
+    sum(senders).await
+}
+
+async fn single(
+    producer: &Producer<String>,
+    payload: &str,
+    tasks: u16,
+    until: Instant,
+) -> anyhow::Result<u64> {
+    let payload: Arc<String> = Arc::new(payload.to_owned());
+    let mut senders = JoinSet::new();
+    for _ in 0..tasks {
+        let (producer, payload) = (producer.clone(), payload.clone());
+        senders.spawn(async move {
+            let mut sent = 0;
+            while Instant::now() < until {
+                producer.send(&payload).await?;
+                sent += 1;
+            }
+            anyhow::Ok(sent)
+        });
+    }
+    sum(senders).await
+}
+
+async fn sum(mut tasks: JoinSet<anyhow::Result<u64>>) -> anyhow::Result<u64> {
+    let mut sum = 0;
+    while let Some(ended) = tasks.join_next().await {
+        sum += ended??;
+    }
+    Ok(sum)
+}
+
+fn print_facts(facts: &Facts) -> anyhow::Result<()> {
+    let Facts { connections, batch, tasks, bytes, postgresql, .. } = facts;
+    print(format_args!(
+        "{connections} connections with batches of {batch}, {tasks} tasks with single sends, {bytes} bytes each.\n{postgresql}\n"
+    ))?;
+    print_contest(&facts.lines)?;
+    print("")?;
+    print_verdict(&facts.targets)
+}
