@@ -83,18 +83,20 @@ where
     let start = signals.stop.run_until_cancelled(context.given_or_throw_away());
     let Some(database) = start.await else { return Ok(None) };
     let database = database?;
-    let done = on(&database, context, signals, prefix, tables, work).await;
+    let done = on(&database, context, signals, prefix, tables, false, work).await;
     // The server goes before anybody hears that it is gone.
     database.close().await;
     done
 }
 
-async fn on<T, R>(
+/// The same on a server that is there. `stays`: others will run on it, so that everything is cleaned up even if it goes some time.
+pub(crate) async fn on<T, R>(
     database: &Database,
     context: &Context,
     signals: &Signals,
     prefix: &str,
     tables: &[&str],
+    stays: bool,
     work: impl AsyncFnOnce(&mut Place<T>) -> anyhow::Result<R>,
 ) -> anyhow::Result<Option<R>>
 where
@@ -120,8 +122,8 @@ where
     }
     // A server that goes takes everything along.
     let dropped = match database {
-        Database::Given { .. } => clean_up(place, tables).await,
-        Database::ThrowAway { .. } => Ok(()),
+        Database::ThrowAway { .. } if !stays || done.is_none() => Ok(()),
+        _ => clean_up(place, tables).await,
     };
     let done = done.transpose()?;
     dropped?;
