@@ -22,6 +22,8 @@ use crate::output::{print, thousands};
 const TARGET: f64 = 0.7;
 /// The most WAL that a message may cost to consume, in bytes.
 const WAL: f64 = 1.0;
+/// The most write transactions of a thousand messages.
+const COMMITS: f64 = 5.0;
 /// Ids per query of the bare loop: the fastest of those that were tried.
 pub(crate) const RANGE: i64 = 1_000;
 /// Messages per transaction when the log is filled.
@@ -102,11 +104,12 @@ pub(crate) async fn measure(
     });
     let lines = lines.await?;
     let dead_rows = families(&place.db, context.schema()).await?;
-    let wal = &lines[1].cost;
-    let wal = wal.per_message(wal.wal_bytes as f64);
+    let cost = &lines[1].cost;
+    let (wal, commits) = (cost.wal_per_message(), cost.commits_per_message() * 1_000.0);
     let targets = vec![
         versus::verdict("group / bare range read", &lines, 1, &[0], TARGET),
         Verdict::new("WAL bytes per message", Kind::Count, wal, WAL),
+        Verdict::new("write transactions per 1,000 messages", Kind::Count, commits, COMMITS),
     ];
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),

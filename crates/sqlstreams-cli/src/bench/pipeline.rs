@@ -18,8 +18,8 @@ use super::report::{Chart, Report};
 use super::server::Server;
 use super::versus::bare::{self, Way};
 use super::versus::{
-    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest, print_families,
-    print_verdict,
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
+    print_families, print_verdict,
 };
 use crate::context::Context;
 use crate::output::print;

@@ -16,8 +16,8 @@ use super::server::Server;
 use super::spread::Spread;
 use super::versus::bare::{self, Way};
 use super::versus::{
-    self, Family, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest, print_families,
-    print_verdict,
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
+    print_families, print_verdict,
 };
 use crate::context::Context;
 use crate::output::print;
@@ -27,6 +27,10 @@ use crate::values;
 const BATCHES: f64 = 0.9;
 /// What single sends have to reach of batches.
 const SINGLE: f64 = 0.5;
+/// The most WAL of a message in a batch, by that of a row of the plain loop.
+const WAL: f64 = 1.1;
+/// The most write transactions of a batch: its own, and one in another that sees to partitions or to the pace.
+const COMMITS: f64 = 2.0;
 
 const AFTER_HELP: &str = "\
 Durable messages a second: batches and single sends, beside loops of plain statements into a log of
@@ -107,9 +111,13 @@ pub(crate) async fn measure(
     });
     let lines = lines.await?;
     let dead_rows = families(&place.db, context.schema()).await?;
+    let [wal, bare_wal] = [2, 0].map(|line: usize| lines[line].cost.wal_per_message());
+    let commits = lines[2].cost.commits_per_message() * args.batch as f64;
     let targets = vec![
         versus::verdict("batches / best bare loop", &lines, 2, &[0, 1], BATCHES),
         versus::verdict("single sends / batches", &lines, 3, &[2], SINGLE),
+        Verdict::new("WAL of batches / of the plain loop", Kind::Count, wal / bare_wal, WAL),
+        Verdict::new("write transactions per batch", Kind::Count, commits, COMMITS),
     ];
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),

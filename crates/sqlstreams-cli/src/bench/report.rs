@@ -69,15 +69,16 @@ impl Chart {
             Some(Bar { name: line.name.clone(), values: vec![server, client], mark: None })
         });
         let bars = bars.collect::<Option<Vec<Bar>>>()?;
-        Some(Self { title: title.into(), unit: "µs/message", parts: vec!["server", "client"], bars })
+        Some(Self {
+            title: title.into(),
+            unit: "µs/message",
+            parts: vec!["server", "client"],
+            bars,
+        })
     }
 
     /// Both of them.
-    pub(crate) fn of_lines(
-        what: &str,
-        lines: &[Line],
-        marks: &[(usize, usize, f64)],
-    ) -> Vec<Self> {
+    pub(crate) fn of_lines(what: &str, lines: &[Line], marks: &[(usize, usize, f64)]) -> Vec<Self> {
         let rates = Self::rates(&format!("{what}: rates"), lines, marks);
         let processors = Self::processors(&format!("{what}: processor time"), lines);
         [Some(rates), processors].into_iter().flatten().collect()

@@ -107,7 +107,12 @@ fn fanout_counts_what_each_group_reads() {
     let args = "bench fanout --groups 1,3 --messages 500 --rounds 1 --turn 300ms --bytes 10";
     let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
     assert_contest(&facts, "reading", &["bare range read", "1 group", "3 groups"]);
-    let messages: Vec<u64> = facts["reading"].as_array().unwrap().iter().map(|line| line["messages"].as_u64().unwrap()).collect();
+    let messages: Vec<u64> = facts["reading"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|line| line["messages"].as_u64().unwrap())
+        .collect();
     assert_eq!(messages, [500, 500, 1_500]);
     assert_contest(&facts, "producing", &["by itself", "beside 3 groups"]);
     assert_eq!(facts["targets"][0]["what"], "3 groups together / one");

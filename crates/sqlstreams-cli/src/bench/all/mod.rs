@@ -19,7 +19,9 @@ use self::plan::Member;
 use super::place::{self, Place};
 use super::report::{Chart, Report};
 use super::versus::{Kind, Verdict, number};
-use super::{consume, failures, fanout, growth, horizon, idle, latency, ordered, pipeline, produce};
+use super::{
+    consume, failures, fanout, growth, horizon, idle, latency, ordered, pipeline, produce,
+};
 use crate::context::{Context, Database};
 use crate::failure::Failure;
 use crate::output::{print, print_json, print_table, table};
@@ -180,7 +182,7 @@ impl Running<'_> {
         if !context.json() {
             print(format_args!("== {command}"))?;
             facts.print()?;
-            print("")?;
+            print(format_args!("took {:.0} s\n", begun.elapsed().as_secs_f64()))?;
         }
         Ok(Some(Section {
             name: member.name(),

@@ -34,9 +34,9 @@ impl Member {
             Self::Fanout => " --quick --rounds 2 --turn 500ms --messages 8000",
             Self::Ordered => " --quick",
             Self::Failures => " --quick",
-            Self::Horizon => " --quick --for 4s",
+            Self::Horizon => " --quick --for 3s",
             Self::Growth => " --messages 200000 --small 40000",
-            Self::Idle => " --quick --settle 10s",
+            Self::Idle => " --quick --streams 15 --settle 30s",
         };
         self.name() + options
     }

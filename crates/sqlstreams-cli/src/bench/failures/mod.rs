@@ -133,8 +133,7 @@ pub(crate) async fn measure(
     meter.settle().await?;
 
     context.say("letting all of them fail");
-    let fresh =
-        Fresh::start(place.stream.producer(), ledger.clone(), args.fresh, most_fresh, pad);
+    let fresh = Fresh::start(place.stream.producer(), ledger.clone(), args.fresh, most_fresh, pad);
     let begun = meter.begin().await?;
     let mut consumer = Consumer::start(&group, args.concurrency, ledger.clone());
     consumer.until("failed", messages, || ledger.failed()).await?;
@@ -230,9 +229,9 @@ impl Consumer {
     fn start(group: &Group<Job>, concurrency: u16, ledger: Arc<Ledger>) -> Self {
         let (stop, mut running) = (CancellationToken::new(), JoinSet::new());
         let consumer = group.consumer().concurrency(concurrency.into()).stop_on(stop.clone());
-        running.spawn(consumer.run(move |job: Delivery<Job>| {
-            std::future::ready(ledger.handle(&job.payload))
-        }));
+        running.spawn(
+            consumer.run(move |job: Delivery<Job>| std::future::ready(ledger.handle(&job.payload))),
+        );
         Self { stop, running }
     }
 

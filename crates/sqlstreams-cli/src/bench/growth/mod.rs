@@ -121,20 +121,21 @@ impl Report for Facts {
 
     fn verdicts(&self) -> Vec<Verdict> {
         let verdict = |place: &PlaceFacts| {
-            let what = format!("large log / small one, at the {}", place.place);
+            let what = format!("large log / small one ({})", place.place);
             Verdict::new(what, Kind::Cost, place.cost, self.target)
         };
         self.places.iter().map(verdict).collect()
     }
 
     fn charts(&self) -> Vec<Chart> {
-        let bars = self.places.iter().flat_map(|PlaceFacts { place, small_ms, large_ms, .. }| {
-            let large = Bar::of(format!("{place}, large log"), *large_ms);
-            [
-                Bar::of(format!("{place}, small log"), *small_ms),
-                large.marked(small_ms * self.target),
-            ]
-        });
+        let bars =
+            self.places.iter().flat_map(|PlaceFacts { place, small_ms, large_ms, .. }| {
+                let large = Bar::of(format!("{place}, large log"), *large_ms);
+                [
+                    Bar::of(format!("{place}, small log"), *small_ms),
+                    large.marked(small_ms * self.target),
+                ]
+            });
         vec![Chart::plain("growth: consuming the same number of messages", "ms", bars.collect())]
     }
 }

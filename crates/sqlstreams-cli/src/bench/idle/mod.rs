@@ -26,8 +26,8 @@ use crate::values;
 const STATEMENTS: f64 = 2.0;
 /// The most of a processor that the server and the consumers take together, in per cent.
 const PROCESSOR: f64 = 1.0;
-/// They have settled when so much time has brought no more statements than this.
-const CALM: (Duration, u64) = (Duration::from_secs(2), 8);
+/// They have settled when so much time has brought no more statements than so many.
+const CALM: (Duration, u64) = (Duration::from_secs(2), 4);
 
 const AFTER_HELP: &str = "\
 What streams cost of which nothing comes: in one process and over the connections of one client, a
@@ -59,6 +59,16 @@ pub(crate) struct IdleArgs {
     quick: bool,
 }
 
+impl IdleArgs {
+    fn streams(&self) -> u32 {
+        self.streams.unwrap_or(if self.quick { 100 } else { 1_000 })
+    }
+
+    fn time(&self) -> Duration {
+        self.time.unwrap_or(Duration::from_secs(if self.quick { 5 } else { 20 }))
+    }
+}
+
 /// What was measured: the document that `--json` prints.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Facts {
@@ -66,8 +76,8 @@ pub(crate) struct Facts {
     postgresql: Server,
     streams: u32,
     seconds: f64,
-    /// How long it took them to settle.
-    settled_in_seconds: f64,
+    /// How long it took them to settle; none if they had not when there was no more time.
+    settled_in_seconds: Option<f64>,
     /// None where they could not be counted.
     statements_per_second: Option<f64>,
     /// Per cent of one processor; only known of a server of this machine.
@@ -88,10 +98,13 @@ pub(crate) async fn measure(
     context: &Context,
     place: &mut Place<i64>,
 ) -> anyhow::Result<Facts> {
-    let streams = args.streams.unwrap_or(if args.quick { 100 } else { 1_000 });
-    let time = args.time.unwrap_or(Duration::from_secs(if args.quick { 5 } else { 20 }));
+    let streams = args.streams();
     context.say(&format!("making {} streams", thousands(streams)));
     let names = make(context, place, streams).await?;
+    if place.server.is_throw_away() {
+        // It all was new to them: what that leaves to autovacuum is not to be done while it is measured.
+        place.db.batch_execute("VACUUM ANALYZE; CHECKPOINT").await?;
+    }
     let relay = Relay::start(&place.url).await?;
     let url = relay.as_ref().map_or(&place.url, |relay| &relay.url);
     let consumers = Consumers::start(context, url, &names).await?;
@@ -99,24 +112,26 @@ pub(crate) async fn measure(
 
     context.say("waiting until they have settled");
     let begun = Instant::now();
-    loop {
+    let settled = loop {
         let before = passed();
         tokio::time::sleep(CALM.0).await;
-        if passed() - before <= CALM.1 || begun.elapsed() > args.settle {
-            break;
+        match begun.elapsed() {
+            so_far if passed() - before <= CALM.1 => break Some(so_far),
+            so_far if so_far >= args.settle => break None,
+            _ => {}
         }
-    }
-    let settled_in_seconds = begun.elapsed().as_secs_f64();
+    };
     context.say("measuring");
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
-    // What was written to set all this up is not to be written out beside what is measured.
-    meter.settle().await?;
     let before = passed();
     let begun = meter.begin().await?;
-    tokio::time::sleep(time).await;
+    tokio::time::sleep(args.time()).await;
     let statements = passed() - before;
     let cost = meter.end(begun, 0).await?;
     consumers.stop().await?;
+    if let Some(relay) = &relay {
+        relay.closed().await;
+    }
 
     let [server, client] =
         [cost.server_cpu, cost.client_cpu].map(|cpu| Some(cpu? / cost.seconds * 100.0));
@@ -127,7 +142,7 @@ pub(crate) async fn measure(
         postgresql: place.server.clone(),
         streams,
         seconds: cost.seconds,
-        settled_in_seconds,
+        settled_in_seconds: settled.map(|settled| settled.as_secs_f64()),
         statements_per_second: statements,
         server_cpu_percent: server,
         client_cpu_percent: client,
@@ -138,8 +153,8 @@ pub(crate) async fn measure(
 
 /// Those of what is known.
 fn targets(statements: Option<f64>, server: Option<f64>, client: Option<f64>) -> Vec<Verdict> {
-    let statements =
-        statements.map(|n| Verdict::new("statements/s of idle streams", Kind::Count, n, STATEMENTS));
+    let statements = statements
+        .map(|n| Verdict::new("statements/s of idle streams", Kind::Count, n, STATEMENTS));
     let processor = server.zip(client).map(|(server, client)| {
         let what = "% of a processor for idle streams";
         Verdict::new(what, Kind::Time, server + client, PROCESSOR)
@@ -196,10 +211,13 @@ impl Consumers {
 
 impl Report for Facts {
     fn print(&self) -> anyhow::Result<()> {
+        let settled = match self.settled_in_seconds {
+            Some(seconds) => format!("settled after {seconds:.0} s"),
+            None => "not settled yet".to_owned(),
+        };
         print(format_args!(
-            "{} streams, settled after {:.0} s, measured for {:.0} s. {}\n",
+            "{} streams, {settled}, measured for {:.0} s. {}\n",
             thousands(self.streams),
-            self.settled_in_seconds,
             self.seconds,
             self.postgresql
         ))?;

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use anyhow::Context as _;
 use tokio::io::{self, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
@@ -11,6 +12,8 @@ use tokio_postgres::config::{Host, SslMode};
 
 /// A first message that asks for encryption, by TLS or GSSAPI.
 const ENCRYPT: [u32; 2] = [80_877_103, 80_877_104];
+/// How often to look whether connections are closed, and how many times.
+const CLOSING: (Duration, u32) = (Duration::from_millis(20), 250);
 /// The bytes of a message's length, which counts itself.
 const LENGTH: usize = 4;
 
@@ -19,6 +22,8 @@ pub(super) struct Relay {
     /// The database by way of it. Holds a password: not for printing.
     pub(super) url: String,
     statements: Arc<AtomicU64>,
+    /// Connections that are open.
+    open: Arc<AtomicU64>,
     _accepting: JoinSet<()>,
 }
 
@@ -31,20 +36,34 @@ impl Relay {
         let own = listener.local_addr()?;
         let statements = Arc::new(AtomicU64::new(0));
         let mut accepting = JoinSet::new();
-        let counter = statements.clone();
+        let open = Arc::new(AtomicU64::new(0));
+        let (counter, opened) = (statements.clone(), open.clone());
         accepting.spawn(async move {
             // They go with this task.
             let mut connections = JoinSet::new();
             while let Ok((client, _)) = listener.accept().await {
-                let (host, counter) = (host.clone(), counter.clone());
-                // Whatever breaks is for the client to tell.
+                let (host, counter, open) = (host.clone(), counter.clone(), opened.clone());
+                open.fetch_add(1, Ordering::Relaxed);
                 connections.spawn(async move {
+                    // Whatever breaks is for the client to tell.
                     let _ = pass(client, &host, port, &counter).await;
+                    open.fetch_sub(1, Ordering::Relaxed);
                 });
                 while connections.try_join_next().is_some() {}
             }
         });
-        Ok(Some(Self { url: format!("{before}{own}{after}"), statements, _accepting: accepting }))
+        let url = format!("{before}{own}{after}");
+        Ok(Some(Self { url, statements, open, _accepting: accepting }))
+    }
+
+    /// Waits until the client has closed its connections, which it does some time after it was dropped; not for ever.
+    pub(super) async fn closed(&self) {
+        for _ in 0..CLOSING.1 {
+            if self.open.load(Ordering::Relaxed) == 0 {
+                return;
+            }
+            tokio::time::sleep(CLOSING.0).await;
+        }
     }
 
     /// How many statements have passed.

@@ -7,8 +7,8 @@ use sqlstreams::Dsn;
 use tokio::task::JoinSet;
 
 use super::ping::Ping;
-use crate::bench::spread::Spread;
 use crate::bench::place::Place;
+use crate::bench::spread::Spread;
 
 /// The table that it writes to.
 pub(crate) const TABLE: &str = "bare";

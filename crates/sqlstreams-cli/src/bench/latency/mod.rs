@@ -76,8 +76,7 @@ const GROUP: &str = "bench";
 
 pub(crate) async fn run(args: LatencyArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let work = async |place: &mut Place<Ping>| measure(&args, context, place).await;
-    let facts =
-        measured(context, "bench_latency_", &[TABLE], work, report::print_facts).await?;
+    let facts = measured(context, "bench_latency_", &[TABLE], work, report::print_facts).await?;
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 

@@ -25,8 +25,8 @@ pub(crate) fn print_contest(lines: &[Line]) -> anyhow::Result<()> {
             thousands(line.per_second as u64),
             thousands(line.lowest as u64),
             thousands(line.highest as u64),
-            format!("{:.1}", cost.per_message(cost.wal_bytes as f64)),
-            format!("{:.4}", cost.per_message(cost.commits as f64)),
+            format!("{:.1}", cost.wal_per_message()),
+            format!("{:.4}", cost.commits_per_message()),
             micros(cost.server_cpu),
             micros(cost.client_cpu),
         ]);
