@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 71] = [
+const COMMANDS: [&[&str]; 79] = [
     &[],
     &["demo"],
     &["up"],
