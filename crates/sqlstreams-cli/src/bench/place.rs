@@ -1,5 +1,7 @@
 //! Where a benchmark runs: a database, a stream of its own, and names for tables of its own.
 
+use std::time::Duration;
+
 use anyhow::Context as _;
 use sqlstreams::{Client, Codec, Dsn, ErrorKind, Json, Stream, StreamBuilder};
 
@@ -7,6 +9,9 @@ use super::server::Server;
 use crate::context::{Context, Database};
 use crate::own_stream;
 use crate::signals::Signals;
+
+/// How long a statement that is under way is waited for at the end.
+const UNDER_WAY: Duration = Duration::from_secs(5);
 
 /// What a benchmark is given.
 pub(crate) struct Place<T> {
@@ -135,7 +140,9 @@ where
     T: Send + Sync + 'static,
     Json: Codec<T>,
 {
-    // A benchmark that was cut short may have left a statement under way on its own connection.
+    // A benchmark that was cut short may have left a statement under way on its own connection: what that makes is there once it is
+    // answered, unless it takes too long, or the connection is in a transaction, which goes with it.
+    let _ = tokio::time::timeout(UNDER_WAY, place.db.simple_query("")).await;
     let db = Dsn::parse(&place.url)?.connect().await?;
     for table in tables {
         let sql = format!("DROP TABLE IF EXISTS {}", place.tables.name(table));

@@ -28,14 +28,14 @@ impl Member {
         let options = match self {
             _ if !quick => "",
             Self::Produce => " --quick --rounds 2 --turn 500ms",
-            Self::Consume => " --quick --rounds 2 --messages 60000",
+            Self::Consume => " --quick --rounds 2 --messages 150000",
             Self::Pipeline => " --quick --rounds 2 --turn 700ms",
             Self::Latency => " --quick --for 3s",
             Self::Fanout => " --quick --rounds 2 --turn 500ms --messages 8000",
             Self::Ordered => " --quick",
             Self::Failures => " --quick",
             Self::Horizon => " --quick --for 3s",
-            Self::Growth => " --messages 200000 --small 40000",
+            Self::Growth => " --messages 300000 --small 100000",
             Self::Idle => " --quick --streams 15 --settle 30s",
         };
         self.name() + options
