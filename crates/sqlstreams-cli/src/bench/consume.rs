@@ -9,8 +9,12 @@ use sqlstreams::{Delivery, Outgoing, Stream};
 
 use super::measured;
 use super::place::{Place, Tables};
+use super::report::{Chart, Report};
 use super::server::Server;
-use super::versus::{self, Line, Meter, Verdict, bare, contest, print_contest, print_verdict};
+use super::versus::{
+    self, Family, Kind, Line, Meter, Pace, Verdict, bare, contest, families, print_contest,
+    print_families, print_verdict,
+};
 use crate::context::Context;
 use crate::output::{print, thousands};
 
@@ -18,8 +22,10 @@ use crate::output::{print, thousands};
 const TARGET: f64 = 0.7;
 /// The most WAL that a message may cost to consume, in bytes.
 const WAL: f64 = 1.0;
+/// The most write transactions of a thousand messages.
+const COMMITS: f64 = 5.0;
 /// Ids per query of the bare loop: the fastest of those that were tried.
-const RANGE: i64 = 1_000;
+pub(crate) const RANGE: i64 = 1_000;
 /// Messages per transaction when the log is filled.
 const BATCH: usize = 5_000;
 
@@ -49,9 +55,8 @@ pub(crate) struct ConsumeArgs {
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=10_000))]
     concurrency: u16,
-    /// Measure briefly
-    #[arg(long)]
-    quick: bool,
+    #[command(flatten)]
+    pace: Pace,
 }
 
 /// What was measured: the document that `--json` prints.
@@ -63,6 +68,7 @@ pub(crate) struct Facts {
     bytes: u32,
     concurrency: u16,
     lines: Vec<Line>,
+    dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
     targets_met: bool,
 }
@@ -78,7 +84,7 @@ pub(crate) async fn measure(
     context: &Context,
     place: &mut Place<String>,
 ) -> anyhow::Result<Facts> {
-    let messages = if args.quick { args.messages.min(200_000) } else { args.messages };
+    let messages = if args.pace.quick { args.messages.min(200_000) } else { args.messages };
     context.say(&format!("producing {} messages", thousands(messages)));
     let (first, last) = fill(&place.stream, messages, args.bytes as usize).await?;
     let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
@@ -87,7 +93,7 @@ pub(crate) async fn measure(
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
     let names = ["bare range read", "group"];
     let mut turn = 0;
-    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
+    let lines = contest(context, &meter, args.pace.rounds(), &names, async |which| {
         turn += 1;
         let read = match which {
             0 => bare::read(&place.url, &log, (first, last), RANGE).await?,
@@ -97,11 +103,13 @@ pub(crate) async fn measure(
         Ok(read)
     });
     let lines = lines.await?;
-    let wal = &lines[1].cost;
-    let wal = wal.per_message(wal.wal_bytes as f64);
+    let dead_rows = families(&place.db, context.schema()).await?;
+    let cost = &lines[1].cost;
+    let (wal, commits) = (cost.wal_per_message(), cost.commits_per_message() * 1_000.0);
     let targets = vec![
         versus::verdict("group / bare range read", &lines, 1, &[0], TARGET),
-        Verdict { what: "WAL bytes per message", ratio: wal, target: WAL, met: wal <= WAL },
+        Verdict::new("WAL bytes per message", Kind::Count, wal, WAL),
+        Verdict::new("write transactions per 1,000 messages", Kind::Count, commits, COMMITS),
     ];
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
@@ -110,6 +118,7 @@ pub(crate) async fn measure(
         bytes: args.bytes,
         concurrency: args.concurrency,
         lines,
+        dead_rows,
         targets_met: targets.iter().all(|target| target.met),
         targets,
     })
@@ -143,6 +152,20 @@ async fn drain(stream: &Stream<String>, group: &str, concurrency: u16) -> anyhow
     Ok(handled)
 }
 
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        self.targets.clone()
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        Chart::of_lines("consume", &self.lines, &[(1, 0, TARGET)])
+    }
+}
+
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!(
         "{} messages of {} bytes, {} handlers at once. {}\n",
@@ -152,6 +175,7 @@ fn print_facts(facts: &Facts) -> anyhow::Result<()> {
         facts.postgresql
     ))?;
     print_contest(&facts.lines)?;
+    print_families(&facts.dead_rows)?;
     print("")?;
     print_verdict(&facts.targets)
 }

@@ -3,20 +3,28 @@
 //! Each member runs in a stream of its own ([`place`]), on the given database or on a private server, and returns facts,
 //! which `--json` prints as they are.
 
+mod all;
 mod chaos;
 mod consume;
 mod delay;
+mod failures;
 mod fair;
+mod fanout;
+mod followers;
 mod growth;
+mod horizon;
+mod idle;
 mod keys;
 mod latency;
 mod ordered;
 mod pipeline;
 mod place;
 mod produce;
+mod report;
 mod routing;
 mod server;
 mod soak;
+mod spread;
 mod transactional;
 mod versus;
 
@@ -33,6 +41,8 @@ use crate::signals::Signals;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
+    /// Most of them one after the other, with all targets in one table, or as a page with charts
+    All(all::AllArgs),
     /// How fast messages are stored, beside the best the server can do
     Produce(produce::ProduceArgs),
     /// How fast a group gets through the log, beside the best the server can do
@@ -41,6 +51,14 @@ pub(crate) enum BenchCommand {
     Pipeline(pipeline::PipelineArgs),
     /// How long a message takes from its producer to a handler
     Latency(latency::LatencyArgs),
+    /// What it costs that many groups read the same log
+    Fanout(fanout::FanoutArgs),
+    /// How fast a mass failure is recorded, and done once it is mended
+    Failures(failures::FailuresArgs),
+    /// What a snapshot costs that another session holds
+    Horizon(horizon::HorizonArgs),
+    /// What streams cost of which nothing comes
+    Idle(idle::IdleArgs),
     /// What it costs to settle in the handlers' transactions
     Transactional(transactional::TransactionalArgs),
     /// What it costs to keep the messages of a key in order
@@ -66,10 +84,15 @@ pub(crate) enum BenchCommand {
 
 pub(crate) async fn run(command: BenchCommand, context: &Context) -> anyhow::Result<ExitCode> {
     match command {
+        BenchCommand::All(args) => all::run(args, context).await,
         BenchCommand::Produce(args) => produce::run(args, context).await,
         BenchCommand::Consume(args) => consume::run(args, context).await,
         BenchCommand::Pipeline(args) => pipeline::run(args, context).await,
         BenchCommand::Latency(args) => latency::run(args, context).await,
+        BenchCommand::Fanout(args) => fanout::run(args, context).await,
+        BenchCommand::Failures(args) => failures::run(args, context).await,
+        BenchCommand::Horizon(args) => horizon::run(args, context).await,
+        BenchCommand::Idle(args) => idle::run(args, context).await,
         BenchCommand::Transactional(args) => transactional::run(args, context).await,
         BenchCommand::Ordered(args) => ordered::run(args, context).await,
         BenchCommand::Fair(args) => fair::run(args, context).await,

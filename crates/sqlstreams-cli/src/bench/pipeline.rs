@@ -14,9 +14,13 @@ use tokio::task::JoinSet;
 use super::measured;
 use super::place::{Place, Tables};
 use super::produce::batches;
+use super::report::{Chart, Report};
 use super::server::Server;
 use super::versus::bare::{self, Way};
-use super::versus::{self, Line, Meter, Verdict, contest, print_contest, print_verdict};
+use super::versus::{
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
+    print_families, print_verdict,
+};
 use crate::context::Context;
 use crate::output::print;
 use crate::values;
@@ -26,7 +30,7 @@ const TARGET: f64 = 0.8;
 /// The part of what was produced that may be left when the producers stop.
 const BACKLOG: f64 = 0.1;
 /// The table with the bare loop's cursor.
-const CURSOR: &str = "cursor";
+pub(crate) const CURSOR: &str = "cursor";
 /// The most rows that the bare loop claims at once.
 const WIDTH: i64 = 5_000;
 
@@ -60,9 +64,8 @@ pub(crate) struct PipelineArgs {
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=10_000))]
     concurrency: u16,
-    /// Measure briefly
-    #[arg(long)]
-    quick: bool,
+    #[command(flatten)]
+    pace: Pace,
 }
 
 /// What was measured: the document that `--json` prints.
@@ -75,14 +78,15 @@ pub(crate) struct Facts {
     bytes: u32,
     concurrency: u16,
     lines: Vec<Line>,
+    dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
     targets_met: bool,
 }
 
 /// How much went in, and how much had come out when that ended.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug)]
 struct Flow {
-    produced: u64,
+    produced: Moved,
     handled: u64,
 }
 
@@ -106,25 +110,29 @@ pub(crate) async fn measure(
     );
     place.db.batch_execute(&create).await.context("could not create a table")?;
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
-    let mut flows = [Flow::default(); 2];
+    let (mut produced, mut handled) = (0, 0);
     let names = ["bare insert and claim", "batches and group"];
     let mut turn = 0;
-    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
+    let lines = contest(context, &meter, args.pace.rounds(), &names, async |which| {
         turn += 1;
-        let until = Instant::now() + versus::turn(args.quick);
+        let until = Instant::now() + args.pace.turn();
         let flow = match which {
             0 => plain(args, &place.url, &log, &cursor, until).await?,
             _ => ours(args, place, &format!("turn {turn}"), until).await?,
         };
-        flows[which].produced += flow.produced;
-        flows[which].handled += flow.handled;
-        Ok(flow.handled)
+        if which == 1 {
+            produced += flow.produced.messages;
+            handled += flow.handled;
+        }
+        // A message has passed once it has come out.
+        Ok(Moved { messages: flow.handled, ..flow.produced })
     });
     let lines = lines.await?;
-    let left = 1.0 - flows[1].handled as f64 / flows[1].produced.max(1) as f64;
+    let dead_rows = families(&place.db, context.schema()).await?;
+    let left = 1.0 - handled as f64 / produced.max(1) as f64;
     let targets = vec![
         versus::verdict("batches and group / bare loops", &lines, 1, &[0], TARGET),
-        Verdict { what: "part that is left", ratio: left, target: BACKLOG, met: left <= BACKLOG },
+        Verdict::new("part that is left", Kind::Time, left, BACKLOG),
     ];
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
@@ -134,6 +142,7 @@ pub(crate) async fn measure(
         bytes: args.bytes,
         concurrency: args.concurrency,
         lines,
+        dead_rows,
         targets_met: targets.iter().all(|target| target.met),
         targets,
     })
@@ -186,12 +195,27 @@ async fn ours(
     Ok(Flow { produced, handled })
 }
 
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        self.targets.clone()
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        Chart::of_lines("pipeline", &self.lines, &[(1, 0, TARGET)])
+    }
+}
+
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!(
         "{} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
         facts.connections, facts.batch, facts.bytes, facts.concurrency, facts.postgresql
     ))?;
     print_contest(&facts.lines)?;
+    print_families(&facts.dead_rows)?;
     print("")?;
     print_verdict(&facts.targets)
 }

@@ -1,5 +1,7 @@
 //! Where a benchmark runs: a database, a stream of its own, and names for tables of its own.
 
+use std::time::Duration;
+
 use anyhow::Context as _;
 use sqlstreams::{Client, Codec, Dsn, ErrorKind, Json, Stream, StreamBuilder};
 
@@ -7,6 +9,9 @@ use super::server::Server;
 use crate::context::{Context, Database};
 use crate::own_stream;
 use crate::signals::Signals;
+
+/// How long a statement that is under way is waited for at the end.
+const UNDER_WAY: Duration = Duration::from_secs(5);
 
 /// What a benchmark is given.
 pub(crate) struct Place<T> {
@@ -83,18 +88,20 @@ where
     let start = signals.stop.run_until_cancelled(context.given_or_throw_away());
     let Some(database) = start.await else { return Ok(None) };
     let database = database?;
-    let done = on(&database, context, signals, prefix, tables, work).await;
+    let done = on(&database, context, signals, prefix, tables, false, work).await;
     // The server goes before anybody hears that it is gone.
     database.close().await;
     done
 }
 
-async fn on<T, R>(
+/// The same on a server that is there. `stays`: others will run on it, so that everything is cleaned up even if it goes some time.
+pub(crate) async fn on<T, R>(
     database: &Database,
     context: &Context,
     signals: &Signals,
     prefix: &str,
     tables: &[&str],
+    stays: bool,
     work: impl AsyncFnOnce(&mut Place<T>) -> anyhow::Result<R>,
 ) -> anyhow::Result<Option<R>>
 where
@@ -120,8 +127,8 @@ where
     }
     // A server that goes takes everything along.
     let dropped = match database {
-        Database::Given { .. } => clean_up(place, tables).await,
-        Database::ThrowAway { .. } => Ok(()),
+        Database::ThrowAway { .. } if !stays || done.is_none() => Ok(()),
+        _ => clean_up(place, tables).await,
     };
     let done = done.transpose()?;
     dropped?;
@@ -133,7 +140,9 @@ where
     T: Send + Sync + 'static,
     Json: Codec<T>,
 {
-    // A benchmark that was cut short may have left a statement under way on its own connection.
+    // A benchmark that was cut short may have left a statement under way on its own connection: what that makes is there once it is
+    // answered, unless it takes too long, or the connection is in a transaction, which goes with it.
+    let _ = tokio::time::timeout(UNDER_WAY, place.db.simple_query("")).await;
     let db = Dsn::parse(&place.url)?.connect().await?;
     for table in tables {
         let sql = format!("DROP TABLE IF EXISTS {}", place.tables.name(table));

@@ -11,9 +11,14 @@ use tokio::task::JoinSet;
 
 use super::measured;
 use super::place::{Place, Tables};
+use super::report::{Chart, Report};
 use super::server::Server;
+use super::spread::Spread;
 use super::versus::bare::{self, Way};
-use super::versus::{self, Line, Meter, Verdict, contest, print_contest, print_verdict};
+use super::versus::{
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
+    print_families, print_verdict,
+};
 use crate::context::Context;
 use crate::output::print;
 use crate::values;
@@ -22,6 +27,10 @@ use crate::values;
 const BATCHES: f64 = 0.9;
 /// What single sends have to reach of batches.
 const SINGLE: f64 = 0.5;
+/// The most WAL of a message in a batch, by that of a row of the plain loop.
+const WAL: f64 = 1.1;
+/// The most write transactions of a batch: its own, and one in another that sees to partitions or to the pace.
+const COMMITS: f64 = 2.0;
 
 const AFTER_HELP: &str = "\
 Durable messages a second: batches and single sends, beside loops of plain statements into a log of
@@ -51,9 +60,8 @@ pub(crate) struct ProduceArgs {
     #[arg(long, value_name = "N", default_value_t = 1_000,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     bytes: u32,
-    /// Measure briefly
-    #[arg(long)]
-    quick: bool,
+    #[command(flatten)]
+    pace: Pace,
 }
 
 /// What was measured: the document that `--json` prints.
@@ -66,6 +74,7 @@ pub(crate) struct Facts {
     tasks: u16,
     bytes: u32,
     lines: Vec<Line>,
+    dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
     targets_met: bool,
 }
@@ -90,19 +99,24 @@ pub(crate) async fn measure(
     let at_once = (args.connections, args.batch);
     let url = &place.url;
     let names = ["bare unnest", "bare COPY", "batches", "single sends"];
-    let lines = contest(context, &meter, versus::rounds(args.quick), &names, async |which| {
-        let until = Instant::now() + versus::turn(args.quick);
+    let lines = contest(context, &meter, args.pace.rounds(), &names, async |which| {
+        let until = Instant::now() + args.pace.turn();
         match which {
             0 => bare::insert(url, &table, Way::Unnest, &payload, at_once, until).await,
             1 => bare::insert(url, &table, Way::Copy, &payload, at_once, until).await,
             2 => batches(&producer, &payload, at_once, until).await,
-            _ => single(&producer, &payload, args.tasks, until).await,
+            _ => single(&producer, &payload, args.tasks, until).await.map(Moved::from),
         }
     });
     let lines = lines.await?;
+    let dead_rows = families(&place.db, context.schema()).await?;
+    let [wal, bare_wal] = [2, 0].map(|line: usize| lines[line].cost.wal_per_message());
+    let commits = lines[2].cost.commits_per_message() * args.batch as f64;
     let targets = vec![
         versus::verdict("batches / best bare loop", &lines, 2, &[0, 1], BATCHES),
         versus::verdict("single sends / batches", &lines, 3, &[2], SINGLE),
+        Verdict::new("WAL of batches / of the plain loop", Kind::Count, wal / bare_wal, WAL),
+        Verdict::new("write transactions per batch", Kind::Count, commits, COMMITS),
     ];
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
@@ -112,31 +126,34 @@ pub(crate) async fn measure(
         tasks: args.tasks,
         bytes: args.bytes,
         lines,
+        dead_rows,
         targets_met: targets.iter().all(|target| target.met),
         targets,
     })
 }
 
-/// Sends batches, so many at once, until then. Returns how many messages.
+/// Sends batches, so many at once, until then.
 pub(crate) async fn batches(
     producer: &Producer<String>,
     payload: &str,
     (at_once, batch): (u16, usize),
     until: Instant,
-) -> anyhow::Result<u64> {
+) -> anyhow::Result<Moved> {
     let mut senders = JoinSet::new();
     for _ in 0..at_once {
         let (producer, payload) = (producer.clone(), payload.to_owned());
         senders.spawn(async move {
-            let mut sent = 0;
+            let (mut sent, mut commits) = (0, Spread::new()?);
             while Instant::now() < until {
+                let begun = Instant::now();
                 let messages = (0..batch).map(|_| Outgoing::new(&payload));
                 sent += producer.send_all(messages).await?.len() as u64;
+                commits.record(begun.elapsed().as_nanos().cast_signed());
             }
-            anyhow::Ok(sent)
+            anyhow::Ok((sent, commits))
         });
     }
-    sum(senders).await
+    Moved::sum(senders).await
 }
 
 async fn single(
@@ -161,6 +178,7 @@ async fn single(
     sum(senders).await
 }
 
+/// How many all of them sent.
 async fn sum(mut tasks: JoinSet<anyhow::Result<u64>>) -> anyhow::Result<u64> {
     let mut sum = 0;
     while let Some(ended) = tasks.join_next().await {
@@ -169,12 +187,27 @@ async fn sum(mut tasks: JoinSet<anyhow::Result<u64>>) -> anyhow::Result<u64> {
     Ok(sum)
 }
 
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        self.targets.clone()
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        Chart::of_lines("produce", &self.lines, &[(2, 1, BATCHES), (3, 2, SINGLE)])
+    }
+}
+
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     let Facts { connections, batch, tasks, bytes, postgresql, .. } = facts;
     print(format_args!(
         "{connections} connections with batches of {batch}, {tasks} tasks with single sends, {bytes} bytes each.\n{postgresql}\n"
     ))?;
     print_contest(&facts.lines)?;
+    print_families(&facts.dead_rows)?;
     print("")?;
     print_verdict(&facts.targets)
 }

@@ -55,6 +55,152 @@ fn latency_is_told_in_lines_that_fit() {
     }
 }
 
+/// Lines of a contest have rates and costs, and targets say whether they are met.
+#[track_caller]
+fn assert_contest(facts: &Value, lines: &str, names: &[&str]) {
+    let found = facts[lines].as_array().unwrap();
+    let found_names: Vec<&str> = found.iter().map(|line| line["name"].as_str().unwrap()).collect();
+    assert_eq!(found_names, names, "{facts:#}");
+    for line in found {
+        let number = |name: &str| line[name].as_f64().unwrap();
+        assert!(number("messages") > 0.0 && number("per_second") > 0.0, "{line:#}");
+        assert!(number("lowest") <= number("per_second"), "{line:#}");
+        assert!(number("per_second") <= number("highest"), "{line:#}");
+    }
+    let targets = facts["targets"].as_array().unwrap();
+    assert!(!targets.is_empty(), "{facts:#}");
+    let met = targets.iter().all(|target| target["met"] == true);
+    assert_eq!(facts["targets_met"], met, "{facts:#}");
+}
+
+#[test]
+fn produce_takes_turns_with_plain_loops() {
+    let bench = Bench::new();
+    let args = "bench produce --quick --rounds 1 --turn 200ms --tasks 4 --batch 20";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    let names = ["bare unnest", "bare COPY", "batches", "single sends"];
+    assert_contest(&facts, "lines", &names);
+    for line in &facts["lines"].as_array().unwrap()[..3] {
+        let batches = line["messages"].as_u64().unwrap() / 20;
+        assert_percentiles(line, "commit_ms", batches);
+    }
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn consume_and_pipeline_take_turns_with_plain_loops() {
+    let bench = Bench::new();
+    let args = "bench consume --rounds 2 --messages 2000 --bytes 10";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    assert_contest(&facts, "lines", &["bare range read", "group"]);
+    assert!(facts["lines"].as_array().unwrap().iter().all(|line| line["messages"] == 4_000));
+    let args = "bench pipeline --rounds 1 --turn 500ms --bytes 10";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    assert_contest(&facts, "lines", &["bare insert and claim", "batches and group"]);
+    assert!(facts["dead_rows"].is_array(), "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn fanout_counts_what_each_group_reads() {
+    let bench = Bench::new();
+    let args = "bench fanout --groups 1,3 --messages 500 --rounds 1 --turn 300ms --bytes 10";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    assert_contest(&facts, "reading", &["bare range read", "1 group", "3 groups"]);
+    let messages: Vec<u64> = facts["reading"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|line| line["messages"].as_u64().unwrap())
+        .collect();
+    assert_eq!(messages, [500, 500, 1_500]);
+    assert_contest(&facts, "producing", &["by itself", "beside 3 groups"]);
+    assert_eq!(facts["targets"][0]["what"], "3 groups together / one");
+    let kept_up = facts["kept_up"].as_f64().unwrap();
+    assert!((0.0..=1.0).contains(&kept_up), "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn failures_are_recorded_redriven_and_done_beside_fresh_messages() {
+    let bench = Bench::new();
+    let args = "bench failures --messages 1500 --page 400 --fresh 200 --bytes 10";
+    let facts = bench.json(&args.split(' ').collect::<Vec<_>>());
+    assert_contest(&facts, "lines", &["recorded as dead", "redriven and done"]);
+    assert!(facts["lines"].as_array().unwrap().iter().all(|line| line["messages"] == 1_500));
+    assert_eq!((&facts["lost"], &facts["fresh_sent"]), (&0.into(), &facts["fresh_handled"]));
+    let count = |name: &str| facts[name]["count"].as_u64().unwrap();
+    let fresh = count("fresh_beside_failures_ms") + count("fresh_beside_redriven_ms");
+    let handled = facts["fresh_handled"].as_u64().unwrap() + facts["repeated"].as_u64().unwrap();
+    assert!(fresh <= handled && handled > 0, "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn horizon_compares_two_halves() {
+    let bench = Bench::new();
+    let facts = bench.json(&["bench", "horizon", "--for", "1s", "--bytes", "10"]);
+    assert_contest(&facts, "lines", &["without", "held snapshot"]);
+    let target = &facts["targets"][0];
+    let rate = |line: usize| facts["lines"][line]["messages"].as_f64().unwrap();
+    let ratio = rate(1) / rate(0);
+    // The halves are of the same length, but for what it takes to end them.
+    let measured = target["measured"].as_f64().unwrap();
+    assert!((measured / ratio - 1.0).abs() < 0.5, "{facts:#}");
+    assert!(facts["dead_rows"].is_array(), "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn idle_streams_are_counted_on_their_way() {
+    let bench = Bench::new();
+    let args = ["bench", "idle", "--streams", "5", "--for", "2s", "--settle", "20s"];
+    let facts = bench.json(&args);
+    assert_eq!(facts["streams"], 5);
+    // Five that are idle do little, but not nothing at all while they settle.
+    let statements = facts["statements_per_second"].as_f64().unwrap();
+    assert!(statements < 50.0, "{facts:#}");
+    // Of a given server nobody knows the processes.
+    assert!(facts["server_cpu_percent"].is_null(), "{facts:#}");
+    assert_eq!(facts["targets"].as_array().unwrap().len(), 1, "{facts:#}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn all_puts_together_what_each_has_found() {
+    let bench = Bench::new();
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("report.html");
+    let file = file.to_str().unwrap();
+    let args = ["bench", "all", "--quick", "--only", "latency,horizon", "--html", file];
+    let ran = bench.run_with(&args, b"");
+    let text = ran.text();
+    for words in [
+        "== sqlstreams bench latency --quick",
+        "== sqlstreams bench horizon --quick",
+        "== All targets",
+        "under a held snapshot / without",
+        "ms to the handler, p99",
+    ] {
+        assert!(text.contains(words), "{words:?} is not in: {text}");
+    }
+    assert!(!text.contains("bench produce"), "{text}");
+    let gross = text.contains("MISSED GROSSLY");
+    let ran = ran.assert_code(i32::from(gross));
+    assert!(ran.stderr.contains("measuring under a held snapshot"), "{}", ran.stderr);
+    let page = fs::read_to_string(file).unwrap();
+    assert_eq!(page.matches("<h2>").count(), 2, "{page}");
+    assert!(page.ends_with("</html>\n") && page.contains("<svg "), "{page}");
+    assert_eq!(bench.sql(LEFT), "0");
+}
+
+#[test]
+fn all_says_at_once_where_it_cannot_write() {
+    let args = ["bench", "all", "--quick", "--html", "/nowhere/at/all.html"];
+    run(&mut program(&args), b"").assert_error(1, &["/nowhere/at/all.html"]);
+    run(&mut program(&["bench", "all", "--only", "nothing"]), b"").assert_error(2, &["idle"]);
+}
+
 #[test]
 fn transactional_counts_both_sides() {
     let bench = Bench::new();
@@ -202,7 +348,8 @@ fn chaos_tells_order_from_disorder() {
 
 #[test]
 fn interrupted_they_leave_nothing() {
-    for args in [["bench", "latency"], ["bench", "soak"], ["bench", "growth"], ["bench", "chaos"]] {
+    for name in ["latency", "soak", "growth", "chaos", "idle", "all"] {
+        let args = ["bench", name];
         let bench = Bench::new();
         let mut child = bench.start(&args);
         eventually("it has begun", || bench.sql(LEFT) != "0");

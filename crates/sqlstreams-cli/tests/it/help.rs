@@ -2,7 +2,7 @@
 
 use crate::support::{program, run};
 
-const COMMANDS: [&[&str]; 71] = [
+const COMMANDS: [&[&str]; 79] = [
     &[],
     &["demo"],
     &["up"],
@@ -64,7 +64,15 @@ const COMMANDS: [&[&str]; 71] = [
     &["schedule", "drop"],
     &["doctor"],
     &["bench"],
+    &["bench", "all"],
+    &["bench", "produce"],
+    &["bench", "consume"],
+    &["bench", "pipeline"],
     &["bench", "latency"],
+    &["bench", "fanout"],
+    &["bench", "failures"],
+    &["bench", "horizon"],
+    &["bench", "idle"],
     &["bench", "transactional"],
     &["bench", "ordered"],
     &["bench", "fair"],

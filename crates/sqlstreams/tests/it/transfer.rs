@@ -355,7 +355,8 @@ async fn kept_ids_come_with_their_transaction_or_not_at_all() {
 async fn nobody_passes_over_what_is_imported_meanwhile() {
     let (client, db) = client().await;
     let stream = client.stream::<u64>("s").partition_size(1000).create().await.unwrap();
-    let over = Arc::new(AtomicBool::new(false));
+    // First for the producers, then, when nothing comes any more, for the reader.
+    let [over, complete] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
     let producers: Vec<_> = (0..3)
         .map(|_| {
             let (producer, over) = (stream.producer(), over.clone());
@@ -367,11 +368,11 @@ async fn nobody_passes_over_what_is_imported_meanwhile() {
         })
         .collect();
     let read = tokio::spawn({
-        let (stream, over) = (stream.clone(), over.clone());
+        let (stream, complete) = (stream.clone(), complete.clone());
         async move {
             let (mut seen, mut after) = (BTreeSet::new(), 0);
             loop {
-                let ended = over.load(Ordering::SeqCst);
+                let ended = complete.load(Ordering::SeqCst);
                 let page = stream.read_log(after, i64::MAX, 200).await.unwrap();
                 seen.extend(page.records.iter().map(|r| r.id));
                 if ended && page.upto == page.head {
@@ -416,6 +417,7 @@ async fn nobody_passes_over_what_is_imported_meanwhile() {
     for producer in producers {
         producer.await.unwrap();
     }
+    complete.store(true, Ordering::SeqCst);
     let seen = read.await.unwrap();
     let rows = db.query("SELECT id FROM sqlstreams.message_log_1", &[]).await.unwrap();
     let stored: BTreeSet<i64> = rows.iter().map(|row| row.get(0)).collect();

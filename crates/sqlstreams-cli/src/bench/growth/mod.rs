@@ -10,7 +10,9 @@ use serde::Serialize;
 
 use super::measured;
 use super::place::Place;
+use super::report::{Bar, Chart, Report};
 use super::server::Server;
+use super::versus::{Kind, Verdict};
 use crate::context::Context;
 use crate::output::{print, thousands};
 
@@ -47,7 +49,7 @@ pub(crate) struct GrowthArgs {
 
 /// What was measured: the document that `--json` prints.
 #[derive(Debug, Clone, Serialize)]
-struct Facts {
+pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     messages: u64,
@@ -74,7 +76,7 @@ pub(crate) async fn run(args: GrowthArgs, context: &Context) -> anyhow::Result<E
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
-async fn measure(
+pub(crate) async fn measure(
     args: &GrowthArgs,
     context: &Context,
     place: &mut Place<i64>,
@@ -110,6 +112,32 @@ async fn measure(
         places,
         target: MOST_COST,
     })
+}
+
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        let verdict = |place: &PlaceFacts| {
+            let what = format!("large log / small one ({})", place.place);
+            Verdict::new(what, Kind::Cost, place.cost, self.target)
+        };
+        self.places.iter().map(verdict).collect()
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        let bars =
+            self.places.iter().flat_map(|PlaceFacts { place, small_ms, large_ms, .. }| {
+                let large = Bar::of(format!("{place}, large log"), *large_ms);
+                [
+                    Bar::of(format!("{place}, small log"), *small_ms),
+                    large.marked(small_ms * self.target),
+                ]
+            });
+        vec![Chart::plain("growth: consuming the same number of messages", "ms", bars.collect())]
+    }
 }
 
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {

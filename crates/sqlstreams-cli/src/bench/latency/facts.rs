@@ -2,9 +2,12 @@
 
 use serde::Serialize;
 
-use super::spread::{Bar, Percentiles};
+use super::report::print_facts;
 use super::targets::Target;
+use crate::bench::report::{Chart, Report};
 use crate::bench::server::Server;
+use crate::bench::spread::{Bar, Percentiles};
+use crate::bench::versus::{Kind, Verdict};
 
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Facts {
@@ -28,4 +31,23 @@ pub(crate) struct Facts {
     pub(crate) produce_to_handler_histogram: Vec<Bar>,
     pub(crate) targets: Vec<Target>,
     pub(crate) targets_met: bool,
+}
+
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        let verdict = |target: &Target| {
+            let Target { name, measured, limit, .. } = target;
+            Verdict::new(format!("ms to the handler, {name}"), Kind::Time, *measured, *limit)
+        };
+        self.targets.iter().map(verdict).collect()
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        let title = "latency: from the producer to the handler";
+        vec![Chart::histogram(title, &self.produce_to_handler_histogram)]
+    }
 }

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use super::ping::Ping;
 use super::plan::Plan;
 use super::sender::{self, Event};
-use super::spread::Spread;
+use crate::bench::spread::Spread;
 use crate::failure::Failure;
 use crate::progress::Progress;
 

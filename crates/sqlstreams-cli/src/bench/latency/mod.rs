@@ -8,7 +8,6 @@ mod ping;
 mod plan;
 mod report;
 mod sender;
-mod spread;
 mod targets;
 
 use std::process::ExitCode;
@@ -16,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
+pub(crate) use self::bare::TABLE;
 use self::facts::Facts;
 use self::ping::Ping;
 use self::plan::Plan;
@@ -27,6 +27,8 @@ use crate::values;
 
 /// What is not counted, at the beginning.
 const WARM_UP: Duration = Duration::from_secs(2);
+/// The same where it is to be brief.
+const QUICK_WARM_UP: Duration = Duration::from_secs(1);
 
 const AFTER_HELP: &str = "\
 Sends one message after the other at a steady rate, each durable by itself, and has a consumer in
@@ -37,7 +39,7 @@ long, it is sent all the same, and if that is impossible its waiting counts. Wha
   produce → handler   until the handler began
   handler − commit    the difference, message by message; less than nothing if the handler was first
   sent too late       how late the benchmark itself was, which is part of the times above
-The first 2 s are not counted. Without a database it starts a private PostgreSQL, as durable as any.
+The first 2 s are not counted, with --quick the first. Without a database it starts a private PostgreSQL, as durable as any.
 The exit code is 0 once it has measured, whether the targets hold or not: ask for .targets_met.
 
 Examples:
@@ -64,6 +66,9 @@ pub(crate) struct LatencyArgs {
     #[arg(long, value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
     payload_bytes: u32,
+    /// Warm up and measure the reference briefly
+    #[arg(long)]
+    quick: bool,
 }
 
 /// The group that handles.
@@ -71,24 +76,24 @@ const GROUP: &str = "bench";
 
 pub(crate) async fn run(args: LatencyArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let work = async |place: &mut Place<Ping>| measure(&args, context, place).await;
-    let facts =
-        measured(context, "bench_latency_", &[bare::TABLE], work, report::print_facts).await?;
+    let facts = measured(context, "bench_latency_", &[TABLE], work, report::print_facts).await?;
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
-async fn measure(
+pub(crate) async fn measure(
     args: &LatencyArgs,
     context: &Context,
     place: &mut Place<Ping>,
 ) -> anyhow::Result<Facts> {
     let (bytes, listener) = (usize::try_from(args.payload_bytes)?, !args.no_listener);
     context.say("measuring bare inserts");
-    let bare = bare::measure(place, args.rate, bytes).await?;
+    let bare = bare::measure(place, args.rate, bytes, args.quick).await?;
 
     context.say("measuring messages");
     let client = client::client(&place.url, context, listener).await?;
     let stream = client.stream::<Ping>(place.stream.name()).open().await?;
-    let plan = Plan::new(Instant::now(), args.rate, WARM_UP, args.time);
+    let warm_up = if args.quick { QUICK_WARM_UP } else { WARM_UP };
+    let plan = Plan::new(Instant::now(), args.rate, warm_up, args.time);
     let progress = Progress::new(context, Some(plan.total), "messages");
     // Clients of their own, as in two processes: neither knows of the other but through the server.
     let group = stream.group(GROUP).create().await?;

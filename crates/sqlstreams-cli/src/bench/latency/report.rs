@@ -1,7 +1,7 @@
 //! The facts as a person reads them, in 80 columns.
 
 use super::facts::Facts;
-use super::spread::{Bar, Percentiles};
+use crate::bench::spread::{Bar, Percentiles};
 use crate::output::{print, print_table, table, thousands};
 
 /// The longest bar, in characters.

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::spread::Percentiles;
+use crate::bench::spread::Percentiles;
 
 /// How much later than the commit the median handler may begin, in milliseconds.
 const AFTER_COMMIT: f64 = 3.0;

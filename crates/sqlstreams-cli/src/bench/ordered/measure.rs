@@ -54,9 +54,9 @@ pub(super) async fn drain(
     while let Some(ended) = consumers.join_next().await {
         handled += ended.context("a consumer ended early")??.handled;
     }
-    ensure!(handled >= u64::from(args.messages), "only {handled} messages were handled");
+    ensure!(handled >= u64::from(args.messages()), "only {handled} messages were handled");
     Ok(Drained {
-        rate: f64::from(args.messages) / begun.elapsed().as_secs_f64(),
+        rate: f64::from(args.messages()) / begun.elapsed().as_secs_f64(),
         out_of_order: out_of_order.load(Ordering::Relaxed),
     })
 }

@@ -13,7 +13,9 @@ use self::measure::Drained;
 use self::others::{Beside, Times};
 use super::measured;
 use super::place::Place;
+use super::report::{Bar, Chart, Report};
 use super::server::Server;
+use super::versus::{Kind, Verdict};
 use crate::context::Context;
 use crate::output::{print, thousands};
 
@@ -28,8 +30,8 @@ const AFTER_HELP: &str = "\
 What it costs that messages of one key are handled one at a time and in order: how fast an ordered
 group goes through a stream, beside a parallel group on the same messages, in turns, in the same
 run. The handlers do nothing but look at the order. Then it measures how long messages of many keys
-take to their handlers: by themselves, beside one key of which 100,000 messages wait whose handler
-takes 10 ms, and beside one whose first message always fails. Without a database it starts a private
+take to their handlers: by themselves, beside one key of which 100,000 messages wait (with
+--quick 10,000) whose handler takes 10 ms, and beside one whose first message always fails. Without a database it starts a private
 PostgreSQL. The exit code is 1 if a message came out of order, and 0 else, whether the target holds
 or not: ask for .target_met.
 
@@ -41,10 +43,9 @@ Examples:
 #[derive(Debug, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct OrderedArgs {
-    /// Messages of 1 KB
-    #[arg(long, value_name = "N", default_value_t = 200_000,
-          value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
-    messages: u32,
+    /// Messages of 1 KB [default: 200000; with --quick 40000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
+    messages: Option<u32>,
     /// Keys, which the messages have in turn
     #[arg(long, value_name = "N", default_value_t = 10_000,
           value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
@@ -57,11 +58,20 @@ pub(crate) struct OrderedArgs {
     #[arg(long, value_name = "N", default_value_t = 16,
           value_parser = clap::value_parser!(u16).range(1..=1_000))]
     concurrency: u16,
+    /// Measure briefly
+    #[arg(long)]
+    quick: bool,
+}
+
+impl OrderedArgs {
+    fn messages(&self) -> u32 {
+        self.messages.unwrap_or(if self.quick { 40_000 } else { 200_000 })
+    }
 }
 
 /// What was measured: the document that `--json` prints.
 #[derive(Debug, Clone, Serialize)]
-struct Facts {
+pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     messages: u32,
@@ -89,15 +99,15 @@ pub(crate) async fn run(args: OrderedArgs, context: &Context) -> anyhow::Result<
     })
 }
 
-async fn measure(
+pub(crate) async fn measure(
     args: &OrderedArgs,
     context: &Context,
     place: &mut Place<String>,
 ) -> anyhow::Result<Facts> {
-    context.say(&format!("producing {} messages", thousands(u64::from(args.messages))));
+    context.say(&format!("producing {} messages", thousands(u64::from(args.messages()))));
     let payload = "x".repeat(PAYLOAD);
     let producer = place.stream.producer();
-    let numbers: Vec<u32> = (0..args.messages).collect();
+    let numbers: Vec<u32> = (0..args.messages()).collect();
     for batch in numbers.chunks(5_000) {
         let key = |n: &u32| (n % args.keys).to_string();
         producer.send_all(batch.iter().map(|n| Outgoing::new(&payload).key(key(n)))).await?;
@@ -121,13 +131,13 @@ async fn measure(
     }
     let times = async |beside| {
         context.say("measuring how long messages of other keys take");
-        others::times(context, place, beside).await
+        others::times(context, place, beside, args.quick).await
     };
     let ratio = ordered / parallel.max(f64::MIN_POSITIVE);
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
-        messages: args.messages,
+        messages: args.messages(),
         keys: args.keys,
         consumers: args.consumers,
         parallel_per_second: parallel,
@@ -140,6 +150,26 @@ async fn measure(
         others_beside_a_backlog_ms: times(Beside::Backlog).await?,
         others_beside_a_failing_key_ms: times(Beside::Failing).await?,
     })
+}
+
+impl Report for Facts {
+    fn print(&self) -> anyhow::Result<()> {
+        print_facts(self)
+    }
+
+    fn verdicts(&self) -> Vec<Verdict> {
+        vec![
+            Verdict::new("ordered / parallel", Kind::Ratio, self.ratio, self.target),
+            Verdict::new("messages out of order", Kind::Count, self.out_of_order as f64, 0.0),
+        ]
+    }
+
+    fn charts(&self) -> Vec<Chart> {
+        let ordered = Bar::of("ordered", self.ordered_per_second);
+        let parallel = Bar::of("parallel", self.parallel_per_second);
+        let bars = vec![parallel, ordered.marked(self.parallel_per_second * self.target)];
+        vec![Chart::plain("ordered: rates", "messages/s", bars)]
+    }
 }
 
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {

@@ -12,9 +12,11 @@ use crate::context::Context;
 
 /// How many messages the one key has that waits, and how long its handler takes.
 const BACKLOG: usize = 100_000;
+const QUICK_BACKLOG: usize = 10_000;
 const HANDLER: Duration = Duration::from_millis(10);
 /// How many messages of other keys come, one every so often.
 const OTHERS: u32 = 1_000;
+const QUICK_OTHERS: u32 = 200;
 const EVERY: Duration = Duration::from_millis(5);
 const KEY: &str = "one";
 /// How soon a message that fails is tried again.
@@ -41,14 +43,16 @@ pub(super) async fn times(
     context: &Context,
     place: &Place<String>,
     beside: Beside,
+    quick: bool,
 ) -> anyhow::Result<Times> {
+    let (backlog, others) = if quick { (QUICK_BACKLOG, QUICK_OTHERS) } else { (BACKLOG, OTHERS) };
     let name = format!("{beside:?}");
     let retry = RetryPolicy::attempts(1_000_000).backoff(BACKOFF, 1.0, BACKOFF);
     let group = place.stream.group(&name).ordered().retry(retry).start(Start::Latest);
     group.create().await?;
     let producer = place.stream.producer();
     if beside != Beside::Nothing {
-        for _ in 0..BACKLOG / 5_000 {
+        for _ in 0..backlog / 5_000 {
             let empty = String::new();
             let batch = std::iter::repeat_n(&empty, 5_000).map(|p| Outgoing::new(p).key(KEY));
             producer.send_all(batch).await?;
@@ -77,8 +81,8 @@ pub(super) async fn times(
             Ok(())
         }
     }));
-    tokio::time::sleep(Duration::from_secs(2)).await;
-    for n in 0..OTHERS {
+    tokio::time::sleep(Duration::from_secs(if quick { 1 } else { 2 })).await;
+    for n in 0..others {
         let sent = (begun.elapsed().as_micros() as u64).to_string();
         producer.send(&sent).key(format!("other {n}")).await?;
         tokio::time::sleep(EVERY).await;
@@ -89,6 +93,6 @@ pub(super) async fn times(
     let mut taken = std::mem::take(&mut *taken.lock().unwrap_or_else(PoisonError::into_inner));
     taken.sort_unstable_by(f64::total_cmp);
     let at = |part: f64| taken.get((taken.len() as f64 * part) as usize).copied().unwrap_or(0.0);
-    let waiting = OTHERS.saturating_sub(u32::try_from(taken.len()).unwrap_or(OTHERS));
+    let waiting = others.saturating_sub(u32::try_from(taken.len()).unwrap_or(others));
     Ok(Times { p50: at(0.5), p95: at(0.95), waiting })
 }

@@ -12,6 +12,9 @@ use tokio_postgres::binary_copy::BinaryCopyInWriter;
 use tokio_postgres::types::private::BytesMut;
 use tokio_postgres::types::{IsNull, ToSql, Type, to_sql_checked};
 
+use super::Moved;
+use crate::bench::spread::Spread;
+
 /// How rows get into a table.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Way {
@@ -21,8 +24,7 @@ pub(crate) enum Way {
     Copy,
 }
 
-/// Inserts rows over `connections` at once, `batch` per transaction, until then, each payload encoded as any program has to. Returns how
-/// many.
+/// Inserts rows over `connections` at once, `batch` per transaction, until then, each payload encoded as any program has to.
 pub(crate) async fn insert(
     url: &str,
     table: &str,
@@ -30,28 +32,26 @@ pub(crate) async fn insert(
     payload: &str,
     (connections, batch): (u16, usize),
     until: Instant,
-) -> anyhow::Result<u64> {
+) -> anyhow::Result<Moved> {
     let mut loops = JoinSet::new();
     for _ in 0..connections {
         let db = Dsn::parse(url)?.connect().await?;
         let (table, payload) = (table.to_owned(), payload.to_owned());
         loops.spawn(async move {
-            let mut rows = 0;
+            let (mut rows, mut commits) = (0, Spread::new()?);
             while Instant::now() < until {
+                let begun = Instant::now();
                 match way {
                     Way::Unnest => insert_once(&db, &table, &payload, batch).await?,
                     Way::Copy => copy_once(&db, &table, &payload, batch).await?,
                 }
+                commits.record(begun.elapsed().as_nanos().cast_signed());
                 rows += batch as u64;
             }
-            anyhow::Ok(rows)
+            anyhow::Ok((rows, commits))
         });
     }
-    let mut rows = 0;
-    while let Some(ended) = loops.join_next().await {
-        rows += ended?.context("could not insert in a loop")?;
-    }
-    Ok(rows)
+    Moved::sum(loops).await.context("could not insert in a loop")
 }
 
 async fn insert_once(db: &Client, table: &str, payload: &str, batch: usize) -> anyhow::Result<()> {

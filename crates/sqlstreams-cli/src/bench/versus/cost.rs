@@ -27,6 +27,16 @@ impl Cost {
     }
 }
 
+impl Cost {
+    pub(crate) fn wal_per_message(&self) -> f64 {
+        self.per_message(self.wal_bytes as f64)
+    }
+
+    pub(crate) fn commits_per_message(&self) -> f64 {
+        self.per_message(self.commits as f64)
+    }
+}
+
 impl AddAssign for Cost {
     fn add_assign(&mut self, other: Self) {
         let sum = |a: Option<f64>, b: Option<f64>| match (a, b) {
@@ -54,8 +64,8 @@ impl Serialize for Cost {
         }
         PerMessage {
             messages: self.messages,
-            wal_bytes_per_message: self.per_message(self.wal_bytes as f64),
-            commits_per_message: self.per_message(self.commits as f64),
+            wal_bytes_per_message: self.wal_per_message(),
+            commits_per_message: self.commits_per_message(),
             server_cpu_us_per_message: self.server_cpu.map(|s| self.per_message(s * 1e6)),
             client_cpu_us_per_message: self.client_cpu.map(|s| self.per_message(s * 1e6)),
         }

@@ -4,21 +4,28 @@
 
 pub(crate) mod bare;
 mod cost;
+mod families;
+mod pace;
 mod table;
+mod verdict;
 
 use std::time::Duration;
 
 use serde::Serialize;
+use tokio::task::JoinSet;
 
-use self::cost::Cost;
-pub(crate) use self::cost::Meter;
-pub(crate) use self::table::{print_contest, print_verdict};
+pub(crate) use self::cost::{Cost, Meter};
+pub(crate) use self::families::{Family, families, print_families};
+pub(crate) use self::pace::Pace;
+pub(crate) use self::table::{number, print_contest, print_verdict};
+pub(crate) use self::verdict::{Kind, Verdict};
+use super::spread::{Percentiles, Spread};
 use crate::context::Context;
 
 /// What one of them was found to do.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Line {
-    pub(crate) name: &'static str,
+    pub(crate) name: String,
     /// Messages a second: the middle one of all turns, the lowest and the highest.
     pub(crate) per_second: f64,
     pub(crate) lowest: f64,
@@ -26,31 +33,74 @@ pub(crate) struct Line {
     /// What a message costs, over all turns.
     #[serde(flatten)]
     pub(crate) cost: Cost,
+    /// How long its commits took, in milliseconds; none of one that is not timed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) commit_ms: Option<Percentiles>,
     /// Each turn's rate.
     #[serde(skip)]
     turns: Vec<f64>,
 }
 
-/// What is asked of one of them.
-#[derive(Debug, Clone, Serialize)]
-pub(crate) struct Verdict {
-    pub(crate) what: &'static str,
-    pub(crate) ratio: f64,
-    pub(crate) target: f64,
-    pub(crate) met: bool,
+/// What one of them did in its turn.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    pub(crate) messages: u64,
+    /// How long that took, where the turn took longer: it had to begin and to end.
+    pub(crate) took: Option<Duration>,
+    /// How long its commits took.
+    pub(crate) commits: Option<Spread>,
+}
+
+impl Moved {
+    /// What all tasks did together: how many messages, and how long each commit took.
+    pub(crate) async fn sum(
+        mut tasks: JoinSet<anyhow::Result<(u64, Spread)>>,
+    ) -> anyhow::Result<Self> {
+        let (mut messages, mut commits) = (0, Spread::new()?);
+        while let Some(ended) = tasks.join_next().await {
+            let (more, times) = ended??;
+            messages += more;
+            commits.merge(&times);
+        }
+        Ok(Self { messages, took: None, commits: Some(commits) })
+    }
+}
+
+impl From<u64> for Moved {
+    fn from(messages: u64) -> Self {
+        Self { messages, ..Self::default() }
+    }
+}
+
+impl Line {
+    /// One with the rates of its turns, in the order of the turns.
+    pub(crate) fn new(name: &str, turns: Vec<f64>, cost: Cost, commits: Option<&Spread>) -> Self {
+        let mut sorted = turns.clone();
+        sorted.sort_by(f64::total_cmp);
+        Self {
+            name: name.to_owned(),
+            per_second: middle(&sorted),
+            lowest: sorted.first().copied().unwrap_or_default(),
+            highest: sorted.last().copied().unwrap_or_default(),
+            cost,
+            commit_ms: commits.map(Spread::percentiles),
+            turns,
+        }
+    }
 }
 
 /// Lets each of `names` take its turn, `rounds` times, after one that is not counted. `run` is given the number of the one whose turn
-/// it is, and returns how many messages it moved.
-pub(crate) async fn contest(
+/// it is, and returns how many messages it moved, or more of it.
+pub(crate) async fn contest<M: Into<Moved>>(
     context: &Context,
     meter: &Meter,
     rounds: u32,
-    names: &[&'static str],
-    mut run: impl AsyncFnMut(usize) -> anyhow::Result<u64>,
+    names: &[&str],
+    mut run: impl AsyncFnMut(usize) -> anyhow::Result<M>,
 ) -> anyhow::Result<Vec<Line>> {
     let mut turns = vec![Vec::new(); names.len()];
     let mut costs = vec![Cost::default(); names.len()];
+    let mut commits: Vec<Option<Spread>> = vec![None; names.len()];
     for round in 0..=rounds {
         for (number, name) in names.iter().enumerate() {
             context.say(&match round {
@@ -59,28 +109,23 @@ pub(crate) async fn contest(
             });
             meter.settle().await?;
             let begun = meter.begin().await?;
-            let messages = run(number).await?;
-            let used = meter.end(begun, messages).await?;
+            let moved: Moved = run(number).await?.into();
+            let used = meter.end(begun, moved.messages).await?;
             if round > 0 {
-                turns[number].push(messages as f64 / used.seconds);
+                let seconds = moved.took.map_or(used.seconds, |took| took.as_secs_f64());
+                turns[number].push(moved.messages as f64 / seconds);
                 costs[number] += used;
+                match (&mut commits[number], moved.commits) {
+                    (Some(sum), Some(more)) => sum.merge(&more),
+                    (sum, more) => *sum = sum.take().or(more),
+                }
             }
         }
     }
-    Ok(names.iter().zip(turns.into_iter().zip(costs)).map(line).collect())
-}
-
-fn line((name, (turns, cost)): (&&'static str, (Vec<f64>, Cost))) -> Line {
-    let mut sorted = turns.clone();
-    sorted.sort_by(f64::total_cmp);
-    Line {
-        name,
-        per_second: middle(&sorted),
-        lowest: sorted.first().copied().unwrap_or_default(),
-        highest: sorted.last().copied().unwrap_or_default(),
-        cost,
-        turns,
-    }
+    let found = names.iter().zip(turns).zip(costs.into_iter().zip(&commits));
+    Ok(found
+        .map(|((name, turns), (cost, commits))| Line::new(name, turns, cost, commits.as_ref()))
+        .collect())
 }
 
 fn middle(sorted: &[f64]) -> f64 {
@@ -93,7 +138,7 @@ fn middle(sorted: &[f64]) -> f64 {
 
 /// How one did beside the best of `limits`: the middle one of the ratios of each round.
 pub(crate) fn verdict(
-    what: &'static str,
+    what: &str,
     lines: &[Line],
     one: usize,
     limits: &[usize],
@@ -106,16 +151,5 @@ pub(crate) fn verdict(
     let ratios = lines[one].turns.iter().zip(&lines[best].turns);
     let mut ratios: Vec<f64> = ratios.map(|(one, limit)| one / limit.max(1e-9)).collect();
     ratios.sort_by(f64::total_cmp);
-    let ratio = middle(&ratios);
-    Verdict { what, ratio, target, met: ratio >= target }
-}
-
-/// How long each turn of a member lasts that goes by time.
-pub(crate) fn turn(quick: bool) -> Duration {
-    Duration::from_secs(if quick { 1 } else { 4 })
-}
-
-/// How many turns count.
-pub(crate) fn rounds(quick: bool) -> u32 {
-    if quick { 3 } else { 5 }
+    Verdict::new(what, Kind::Ratio, middle(&ratios), target)
 }

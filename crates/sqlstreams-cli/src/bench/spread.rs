@@ -58,6 +58,13 @@ impl Spread {
         }
     }
 
+    /// Adds the times of another.
+    pub(crate) fn merge(&mut self, other: &Self) {
+        // Both have the same bounds.
+        let _ = self.above.add(&other.above);
+        let _ = self.below.add(&other.below);
+    }
+
     pub(crate) fn percentiles(&self) -> Percentiles {
         Percentiles {
             count: self.count(),
@@ -132,6 +139,15 @@ mod tests {
         assert_near(percentiles.p99, 990.0);
         assert_near(percentiles.p999, 999.0);
         assert_near(percentiles.max, 1000.0);
+    }
+
+    #[test]
+    fn times_of_several_are_put_together() {
+        let mut both = of(-5..=500);
+        both.merge(&of(501..=994));
+        let percentiles = both.percentiles();
+        assert_eq!((percentiles.count, percentiles.max), (1000, of([994]).percentiles().max));
+        assert_near(percentiles.p50, 494.0);
     }
 
     #[test]
