@@ -15,6 +15,7 @@ use super::versus::{
     self, Family, Kind, Line, Meter, Pace, Verdict, bare, contest, families, print_contest,
     print_families, print_verdict,
 };
+use super::workload::{Handling, Payloads};
 use crate::context::Context;
 use crate::output::{print, thousands};
 
@@ -47,14 +48,10 @@ pub(crate) struct ConsumeArgs {
     #[arg(long, value_name = "N", default_value_t = 500_000,
           value_parser = clap::value_parser!(u32).range(1_000..=100_000_000))]
     messages: u32,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
-    /// Handlers that run at once
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    concurrency: u16,
+    #[command(flatten)]
+    payloads: Payloads,
+    #[command(flatten)]
+    handling: Handling,
     #[command(flatten)]
     pace: Pace,
 }
@@ -65,8 +62,10 @@ pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     messages: u32,
-    bytes: u32,
-    concurrency: u16,
+    #[serde(flatten)]
+    payloads: Payloads,
+    #[serde(flatten)]
+    handling: Handling,
     lines: Vec<Line>,
     dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
@@ -86,7 +85,7 @@ pub(crate) async fn measure(
 ) -> anyhow::Result<Facts> {
     let messages = if args.pace.quick { args.messages.min(200_000) } else { args.messages };
     context.say(&format!("producing {} messages", thousands(messages)));
-    let (first, last) = fill(&place.stream, messages, args.bytes as usize).await?;
+    let (first, last) = fill(&place.stream, messages, args.payloads.bytes as usize).await?;
     let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
     // As a log is that has been there for a while.
     place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
@@ -97,7 +96,7 @@ pub(crate) async fn measure(
         turn += 1;
         let read = match which {
             0 => bare::read(&place.url, &log, (first, last), RANGE).await?,
-            _ => drain(&place.stream, &format!("turn {turn}"), args.concurrency).await?,
+            _ => drain(&place.stream, &format!("turn {turn}"), args.handling.concurrency).await?,
         };
         ensure!(read == u64::from(messages), "{read} messages came of {messages}");
         Ok(read)
@@ -115,8 +114,8 @@ pub(crate) async fn measure(
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         messages,
-        bytes: args.bytes,
-        concurrency: args.concurrency,
+        payloads: args.payloads,
+        handling: args.handling,
         lines,
         dead_rows,
         targets_met: targets.iter().all(|target| target.met),
@@ -170,8 +169,8 @@ fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!(
         "{} messages of {} bytes, {} handlers at once. {}\n",
         thousands(facts.messages),
-        facts.bytes,
-        facts.concurrency,
+        facts.payloads.bytes,
+        facts.handling.concurrency,
         facts.postgresql
     ))?;
     print_contest(&facts.lines)?;

@@ -18,6 +18,7 @@ use super::server::Server;
 use super::versus::{
     self, Line, Meter, Moved, Pace, Verdict, bare, contest, print_contest, print_verdict,
 };
+use super::workload::{Handling, Payloads};
 use crate::context::Context;
 use crate::output::{counted, print, thousands};
 
@@ -52,14 +53,10 @@ pub(crate) struct FanoutArgs {
     /// Messages in the log [default: 100000; with --quick 30000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(100..=100_000_000))]
     messages: Option<u32>,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
-    /// Handlers of each group that run at once
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    concurrency: u16,
+    #[command(flatten)]
+    payloads: Payloads,
+    #[command(flatten)]
+    handling: Handling,
     #[command(flatten)]
     pace: Pace,
 }
@@ -70,8 +67,10 @@ pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     messages: u32,
-    bytes: u32,
-    concurrency: u16,
+    #[serde(flatten)]
+    payloads: Payloads,
+    #[serde(flatten)]
+    handling: Handling,
     /// Messages are counted once for each group that handles them.
     reading: Vec<Line>,
     /// Messages are counted as they are produced.
@@ -112,8 +111,8 @@ pub(crate) async fn measure(
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         messages,
-        bytes: args.bytes,
-        concurrency: args.concurrency,
+        payloads: args.payloads,
+        handling: args.handling,
         reading,
         producing,
         kept_up,
@@ -158,7 +157,7 @@ async fn reading(
     messages: u32,
 ) -> anyhow::Result<Vec<Line>> {
     context.say(&format!("producing {} messages", thousands(messages)));
-    let range = consume::fill(&place.stream, messages, args.bytes as usize).await?;
+    let range = consume::fill(&place.stream, messages, args.payloads.bytes as usize).await?;
     let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
     // As a log is that has been there for a while.
     place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
@@ -180,7 +179,7 @@ async fn reading(
             None => (bare::read(&place.url, &log, range, RANGE).await?, 1),
             Some(which) => {
                 let groups = prepared[which].pop().unwrap_or_default();
-                let handled = followers::go_through(&groups, args.concurrency).await?;
+                let handled = followers::go_through(&groups, args.handling.concurrency).await?;
                 (handled, u64::from(args.groups[which]))
             }
         };
@@ -199,7 +198,7 @@ async fn producing(
 ) -> anyhow::Result<(Vec<Line>, f64)> {
     let many = most(args).unwrap_or(1);
     let producer = place.stream.producer();
-    let payload = "x".repeat(args.bytes as usize);
+    let payload = args.payloads.payload();
     let beside = format!("beside {}", counted(many.into(), "group"));
     let names = ["by itself", beside.as_str()];
     let (mut turn, mut handled, mut due) = (0, 0, 0);
@@ -209,7 +208,7 @@ async fn producing(
             0 => Vec::new(),
             _ => groups(place, &format!("follower in turn {turn}"), many, Start::Latest).await?,
         };
-        let followers = Followers::start(&following, args.concurrency);
+        let followers = Followers::start(&following, args.handling.concurrency);
         let begun = Instant::now();
         let until = begun + args.pace.turn();
         let produced = batches(&producer, &payload, PRODUCING, until).await?;
@@ -230,8 +229,8 @@ impl Report for Facts {
         print(format_args!(
             "{} messages of {} bytes, {} handlers of each group at once. {}\n",
             thousands(self.messages),
-            self.bytes,
-            self.concurrency,
+            self.payloads.bytes,
+            self.handling.concurrency,
             self.postgresql
         ))?;
         print("Reading, counted once for each group:")?;

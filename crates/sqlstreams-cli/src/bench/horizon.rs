@@ -18,6 +18,7 @@ use super::server::Server;
 use super::versus::{
     Family, Kind, Line, Meter, Verdict, families, print_contest, print_families, print_verdict,
 };
+use super::workload::{Handling, Payloads, Sending};
 use crate::context::Context;
 use crate::output::{print, span};
 use crate::values;
@@ -49,21 +50,12 @@ pub(crate) struct HorizonArgs {
     /// How long each half is [default: 1m; with --quick 8s]
     #[arg(long = "for", value_name = "DURATION", value_parser = values::duration)]
     time: Option<Duration>,
-    /// Connections that insert at once
-    #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    connections: u16,
-    /// Messages per transaction
-    #[arg(long, value_name = "N", default_value = "250", value_parser = values::at_least_one)]
-    batch: usize,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
-    /// Handlers that run at once
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    concurrency: u16,
+    #[command(flatten)]
+    sending: Sending,
+    #[command(flatten)]
+    payloads: Payloads,
+    #[command(flatten)]
+    handling: Handling,
     /// Measure briefly
     #[arg(long)]
     quick: bool,
@@ -75,10 +67,12 @@ pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     seconds: f64,
-    connections: u16,
-    batch: usize,
-    bytes: u32,
-    concurrency: u16,
+    #[serde(flatten)]
+    sending: Sending,
+    #[serde(flatten)]
+    payloads: Payloads,
+    #[serde(flatten)]
+    handling: Handling,
     lines: Vec<Line>,
     dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
@@ -118,10 +112,9 @@ pub(crate) async fn measure(
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         seconds: time.as_secs_f64(),
-        connections: args.connections,
-        batch: args.batch,
-        bytes: args.bytes,
-        concurrency: args.concurrency,
+        sending: args.sending,
+        payloads: args.payloads,
+        handling: args.handling,
         lines: vec![without, under],
         dead_rows,
         targets_met: targets.iter().all(|target| target.met),
@@ -139,9 +132,9 @@ async fn half(
 ) -> anyhow::Result<Line> {
     meter.settle().await?;
     let group = place.stream.group(name).start(Start::Latest).create().await?;
-    let followers = Followers::start(std::slice::from_ref(&group), args.concurrency);
-    let (producer, payload) = (place.stream.producer(), "x".repeat(args.bytes as usize));
-    let at_once = (args.connections, args.batch);
+    let followers = Followers::start(std::slice::from_ref(&group), args.handling.concurrency);
+    let (producer, payload) = (place.stream.producer(), args.payloads.payload());
+    let at_once = (args.sending.connections, args.sending.batch);
     let begun = meter.begin().await?;
     let until = Instant::now() + time;
     let mut producers = JoinSet::new();
@@ -166,10 +159,10 @@ impl Report for Facts {
         print(format_args!(
             "Halves of {}: {} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
             span(Duration::from_secs_f64(self.seconds)),
-            self.connections,
-            self.batch,
-            self.bytes,
-            self.concurrency,
+            self.sending.connections,
+            self.sending.batch,
+            self.payloads.bytes,
+            self.handling.concurrency,
             self.postgresql
         ))?;
         print_contest(&self.lines)?;

@@ -27,6 +27,7 @@ mod soak;
 mod spread;
 mod transactional;
 mod versus;
+mod workload;
 
 use std::process::ExitCode;
 

@@ -21,9 +21,9 @@ use super::versus::{
     self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
     print_families, print_verdict,
 };
+use super::workload::{Handling, Payloads, Sending};
 use crate::context::Context;
 use crate::output::print;
-use crate::values;
 
 /// What comes out has to reach of the bare loops.
 const TARGET: f64 = 0.8;
@@ -49,21 +49,12 @@ Examples:
 #[derive(Debug, Clone, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct PipelineArgs {
-    /// Connections that insert at once
-    #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    connections: u16,
-    /// Messages per transaction
-    #[arg(long, value_name = "N", default_value = "250", value_parser = values::at_least_one)]
-    batch: usize,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
-    /// Handlers that run at once
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    concurrency: u16,
+    #[command(flatten)]
+    sending: Sending,
+    #[command(flatten)]
+    payloads: Payloads,
+    #[command(flatten)]
+    handling: Handling,
     #[command(flatten)]
     pace: Pace,
 }
@@ -73,10 +64,12 @@ pub(crate) struct PipelineArgs {
 pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
-    connections: u16,
-    batch: usize,
-    bytes: u32,
-    concurrency: u16,
+    #[serde(flatten)]
+    sending: Sending,
+    #[serde(flatten)]
+    payloads: Payloads,
+    #[serde(flatten)]
+    handling: Handling,
     lines: Vec<Line>,
     dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
@@ -137,10 +130,9 @@ pub(crate) async fn measure(
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
-        connections: args.connections,
-        batch: args.batch,
-        bytes: args.bytes,
-        concurrency: args.concurrency,
+        sending: args.sending,
+        payloads: args.payloads,
+        handling: args.handling,
         lines,
         dead_rows,
         targets_met: targets.iter().all(|target| target.met),
@@ -155,13 +147,13 @@ async fn plain(
     cursor: &str,
     until: Instant,
 ) -> anyhow::Result<Flow> {
-    let payload = "x".repeat(args.bytes as usize);
+    let payload = args.payloads.payload();
     let stop = CancellationToken::new();
     let mut claims = JoinSet::new();
     let (to, table, at, stopped) =
         (url.to_owned(), log.to_owned(), cursor.to_owned(), stop.clone());
     claims.spawn(async move { bare::claim(&to, &table, &at, WIDTH, &stopped).await });
-    let at_once = (args.connections, args.batch);
+    let at_once = (args.sending.connections, args.sending.batch);
     let produced = bare::insert(url, log, Way::Copy, &payload, at_once, until).await?;
     stop.cancel();
     let handled = claims.join_next().await.context("a task vanished")???;
@@ -176,15 +168,16 @@ async fn ours(
 ) -> anyhow::Result<Flow> {
     let group = place.stream.group(group).start(Start::Latest).create().await?;
     let (stop, handled) = (CancellationToken::new(), Arc::new(AtomicU64::new(0)));
-    let consumer = group.consumer().concurrency(args.concurrency.into()).stop_on(stop.clone());
+    let consumer =
+        group.consumer().concurrency(args.handling.concurrency.into()).stop_on(stop.clone());
     let mut consumers = JoinSet::new();
     let counted = handled.clone();
     consumers.spawn(consumer.run(move |_: Delivery<String>| {
         counted.fetch_add(1, Ordering::Relaxed);
         std::future::ready(())
     }));
-    let payload = "x".repeat(args.bytes as usize);
-    let at_once = (args.connections, args.batch);
+    let payload = args.payloads.payload();
+    let at_once = (args.sending.connections, args.sending.batch);
     let produced = batches(&place.stream.producer(), &payload, at_once, until).await?;
     let handled = handled.load(Ordering::Relaxed);
     stop.cancel();
@@ -212,7 +205,11 @@ impl Report for Facts {
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
     print(format_args!(
         "{} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
-        facts.connections, facts.batch, facts.bytes, facts.concurrency, facts.postgresql
+        facts.sending.connections,
+        facts.sending.batch,
+        facts.payloads.bytes,
+        facts.handling.concurrency,
+        facts.postgresql
     ))?;
     print_contest(&facts.lines)?;
     print_families(&facts.dead_rows)?;

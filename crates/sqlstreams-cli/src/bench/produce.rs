@@ -19,9 +19,9 @@ use super::versus::{
     self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
     print_families, print_verdict,
 };
+use super::workload::{Payloads, Sending};
 use crate::context::Context;
 use crate::output::print;
-use crate::values;
 
 /// What batches have to reach of the best loop of plain statements.
 const BATCHES: f64 = 0.9;
@@ -45,21 +45,14 @@ Examples:
 #[derive(Debug, Clone, Args)]
 #[command(after_help = AFTER_HELP)]
 pub(crate) struct ProduceArgs {
-    /// Connections that insert at once
-    #[arg(long, value_name = "N", default_value_t = 2,
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    connections: u16,
-    /// Messages per transaction
-    #[arg(long, value_name = "N", default_value = "250", value_parser = values::at_least_one)]
-    batch: usize,
+    #[command(flatten)]
+    sending: Sending,
     /// Tasks that send one message at a time
     #[arg(long, value_name = "N", default_value_t = 256,
           value_parser = clap::value_parser!(u16).range(1..=10_000))]
     tasks: u16,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
+    #[command(flatten)]
+    payloads: Payloads,
     #[command(flatten)]
     pace: Pace,
 }
@@ -69,10 +62,11 @@ pub(crate) struct ProduceArgs {
 pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
-    connections: u16,
-    batch: usize,
+    #[serde(flatten)]
+    sending: Sending,
     tasks: u16,
-    bytes: u32,
+    #[serde(flatten)]
+    payloads: Payloads,
     lines: Vec<Line>,
     dead_rows: Vec<Family>,
     targets: Vec<Verdict>,
@@ -94,9 +88,9 @@ pub(crate) async fn measure(
     let whole = place.another_stream("bare", |stream| stream.partition_size(1_000_000_000)).await?;
     let table = Tables::in_schema(context.schema(), &format!("message_log_{}", whole.id()));
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
-    let payload = "x".repeat(args.bytes as usize);
+    let payload = args.payloads.payload();
     let producer = place.stream.producer();
-    let at_once = (args.connections, args.batch);
+    let at_once = (args.sending.connections, args.sending.batch);
     let url = &place.url;
     let names = ["bare unnest", "bare COPY", "batches", "single sends"];
     let lines = contest(context, &meter, args.pace.rounds(), &names, async |which| {
@@ -111,7 +105,7 @@ pub(crate) async fn measure(
     let lines = lines.await?;
     let dead_rows = families(&place.db, context.schema()).await?;
     let [wal, bare_wal] = [2, 0].map(|line: usize| lines[line].cost.wal_per_message());
-    let commits = lines[2].cost.commits_per_message() * args.batch as f64;
+    let commits = lines[2].cost.commits_per_message() * args.sending.batch as f64;
     let targets = vec![
         versus::verdict("batches / best bare loop", &lines, 2, &[0, 1], BATCHES),
         versus::verdict("single sends / batches", &lines, 3, &[2], SINGLE),
@@ -121,10 +115,9 @@ pub(crate) async fn measure(
     Ok(Facts {
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
-        connections: args.connections,
-        batch: args.batch,
+        sending: args.sending,
         tasks: args.tasks,
-        bytes: args.bytes,
+        payloads: args.payloads,
         lines,
         dead_rows,
         targets_met: targets.iter().all(|target| target.met),
@@ -202,7 +195,8 @@ impl Report for Facts {
 }
 
 fn print_facts(facts: &Facts) -> anyhow::Result<()> {
-    let Facts { connections, batch, tasks, bytes, postgresql, .. } = facts;
+    let Facts { sending: Sending { connections, batch }, tasks, postgresql, .. } = facts;
+    let bytes = facts.payloads.bytes;
     print(format_args!(
         "{connections} connections with batches of {batch}, {tasks} tasks with single sends, {bytes} bytes each.\n{postgresql}\n"
     ))?;

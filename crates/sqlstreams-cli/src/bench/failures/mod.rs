@@ -23,6 +23,7 @@ use super::spread::Percentiles;
 use super::versus::{
     Family, Kind, Line, Meter, Verdict, families, print_contest, print_families, print_verdict,
 };
+use crate::bench::workload::{Handling, Payloads};
 use crate::context::Context;
 use crate::output::{print, print_table, table, thousands};
 use crate::values;
@@ -67,14 +68,10 @@ pub(crate) struct FailuresArgs {
     /// Messages that are redriven at once
     #[arg(long, value_name = "N", default_value = "5000", value_parser = values::at_least_one)]
     page: usize,
-    /// Bytes per payload
-    #[arg(long, value_name = "N", default_value_t = 1_000,
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    bytes: u32,
-    /// Handlers that run at once
-    #[arg(long, value_name = "N", default_value_t = 16,
-          value_parser = clap::value_parser!(u16).range(1..=10_000))]
-    concurrency: u16,
+    #[command(flatten)]
+    payloads: Payloads,
+    #[command(flatten)]
+    handling: Handling,
     /// Measure briefly
     #[arg(long)]
     quick: bool,
@@ -86,8 +83,10 @@ pub(crate) struct Facts {
     sqlstreams: &'static str,
     postgresql: Server,
     messages: u64,
-    bytes: u32,
-    concurrency: u16,
+    #[serde(flatten)]
+    payloads: Payloads,
+    #[serde(flatten)]
+    handling: Handling,
     page: usize,
     lines: Vec<Line>,
     fresh_per_second: u32,
@@ -126,7 +125,7 @@ pub(crate) async fn measure(
     let ledger = Arc::new(Ledger::new(messages as usize, usize::try_from(most_fresh)?)?);
     let messages = u64::from(messages);
     context.say(&format!("producing {} messages", thousands(messages)));
-    let pad = "x".repeat(args.bytes as usize);
+    let pad = args.payloads.payload();
     fill(place, messages, &pad).await?;
     let group = place.stream.group("bench").retry(RetryPolicy::attempts(1)).create().await?;
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
@@ -135,7 +134,7 @@ pub(crate) async fn measure(
     context.say("letting all of them fail");
     let fresh = Fresh::start(place.stream.producer(), ledger.clone(), args.fresh, most_fresh, pad);
     let begun = meter.begin().await?;
-    let mut consumer = Consumer::start(&group, args.concurrency, ledger.clone());
+    let mut consumer = Consumer::start(&group, args.handling.concurrency, ledger.clone());
     consumer.until("failed", messages, || ledger.failed()).await?;
     consumer.until_group("recorded", messages, async || dead(&group).await).await?;
     let recorded = meter.end(begun, messages).await?;
@@ -170,8 +169,8 @@ pub(crate) async fn measure(
         sqlstreams: env!("CARGO_PKG_VERSION"),
         postgresql: place.server.clone(),
         messages,
-        bytes: args.bytes,
-        concurrency: args.concurrency,
+        payloads: args.payloads,
+        handling: args.handling,
         page: args.page,
         lines,
         fresh_per_second: args.fresh,
@@ -296,8 +295,8 @@ impl Report for Facts {
         print(format_args!(
             "{} messages of {} bytes that fail at first, {} handlers at once, pages of {}. {}\n",
             thousands(self.messages),
-            self.bytes,
-            self.concurrency,
+            self.payloads.bytes,
+            self.handling.concurrency,
             thousands(self.page as u64),
             self.postgresql
         ))?;
