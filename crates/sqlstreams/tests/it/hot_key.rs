@@ -39,12 +39,13 @@ fn is_hot(key: &str) -> bool {
     key == "k0" || key == "k1"
 }
 
-/// Runs a consumer whose handlers of hot keys wait for `opened`.
+/// Runs a consumer whose handlers of hot keys wait for `opened` and take so long then.
 fn consume(
     client: &Client,
     concurrency: usize,
     log: &Log,
     opened: &CancellationToken,
+    takes: Duration,
     stop: &CancellationToken,
 ) -> (tokio::task::JoinHandle<u64>, sqlstreams::Health) {
     let (log, opened, stop) = (log.clone(), opened.clone(), stop.clone());
@@ -60,6 +61,7 @@ fn consume(
                 let key = message.key.clone().unwrap();
                 if is_hot(&key) {
                     opened.cancelled().await;
+                    tokio::time::sleep(takes).await;
                 }
                 log.lock().unwrap().push((key, message.id));
             }
@@ -95,7 +97,7 @@ async fn others_pass_by(consumers: usize) {
     let mut running = Vec::new();
     for _ in 0..consumers {
         let client = Client::connect(&url).await.unwrap();
-        running.push(consume(&client, 4, &log, &opened, &stop));
+        running.push(consume(&client, 4, &log, &opened, Duration::ZERO, &stop));
     }
     let all = others.len() * 3;
     until("the others are handled", Duration::from_secs(60), async || {
@@ -148,7 +150,9 @@ async fn a_single_handler_takes_turns() {
     send(&stream, &keys[2..]).await;
     let (log, opened, stop) = (Log::default(), CancellationToken::new(), CancellationToken::new());
     opened.cancel();
-    let (running, _) = consume(&client, 1, &log, &opened, &stop);
+    // Or they may all be handled before the others are claimed.
+    let takes = Duration::from_millis(1);
+    let (running, _) = consume(&client, 1, &log, &opened, takes, &stop);
     eventually(async || log.lock().unwrap().len() == 3_100).await;
     stop.cancel();
     running.await.unwrap();
