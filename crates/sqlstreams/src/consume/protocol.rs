@@ -479,10 +479,6 @@ impl Protocol {
 impl Page {
     /// Of an answer to a request that was sent at `sent`: what a message had left was less than it is from then on.
     pub(super) fn from_rows(rows: &[Row], sent: Instant) -> Self {
-        let expires = |row: &Row| {
-            let left = Duration::from_micros(row.get::<_, Option<i64>>(7)?.max(0).unsigned_abs());
-            sent.checked_add(left)
-        };
         Self {
             more: rows.last().is_some_and(|row| row.get(5)),
             messages: rows
@@ -502,13 +498,18 @@ impl Page {
                             && row.get::<_, Option<i64>>(7) != Some(0),
                         superseded,
                         payload: payload.into(),
-                        expires: expires(row),
+                        expires: expires(row.get(7), sent),
                         lane: row.get(8),
                     }
                 })
                 .collect(),
         }
     }
+}
+
+/// When a message expires that had so many microseconds left, asked for at `sent`.
+pub(super) fn expires(left: Option<i64>, sent: Instant) -> Option<Instant> {
+    sent.checked_add(Duration::from_micros(left?.max(0).unsigned_abs()))
 }
 
 fn columns(reports: &[LeaseReport]) -> (Vec<i64>, Vec<Uuid>, Vec<String>) {

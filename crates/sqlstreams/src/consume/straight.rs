@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 use std::pin::pin;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::TryStreamExt as _;
 use futures_util::future::join;
@@ -19,16 +19,22 @@ use tokio_postgres::Row;
 use tokio_postgres::types::ToSql;
 use uuid::Uuid;
 
-use super::protocol::{ANSWER, Claimed, Page, Protocol};
+use super::protocol::{ANSWER, Claimed, Page, Protocol, expires};
 use crate::client::{run, within};
 use crate::error::{Error, Result};
 use crate::message::{Body, RawMessage};
 use crate::payload::Raw;
 
 /// A statement that is to read the log by its index and in no other way, and is not to be made ready for more.
-const BEGIN_READING: &str = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; SET LOCAL constraint_exclusion = off";
+macro_rules! begin_reading {
+    () => {
+        "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; SET LOCAL constraint_exclusion = off"
+    };
+}
+
+const BEGIN_READING: &str = begin_reading!();
 /// The same after a call before it.
-pub(super) const COMMIT_AND_BEGIN_READING: &str = "COMMIT; BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL enable_seqscan = off; SET LOCAL jit = off; SET LOCAL constraint_exclusion = off";
+pub(super) const COMMIT_AND_BEGIN_READING: &str = concat!("COMMIT; ", begin_reading!());
 
 /// The ids from the last claim on among which the next is looked for, at least: others claim as well.
 const LEAST: i64 = 10_000;
@@ -254,14 +260,10 @@ fn message(row: Row, sent: Instant) -> RawMessage {
         // The server keeps the payload of one that has expired.
         tombstone: payload(&row).is_none() && left != Some(0),
         superseded: false,
-        expires: left.and_then(|left| sent.checked_add(micros(left))),
+        expires: expires(left, sent),
         lane: None,
         payload: Body::Row(row, 5),
     }
-}
-
-fn micros(left: i64) -> Duration {
-    Duration::from_micros(left.max(0).unsigned_abs())
 }
 
 #[cfg(test)]
