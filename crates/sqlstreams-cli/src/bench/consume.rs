@@ -2,20 +2,19 @@
 
 use std::process::ExitCode;
 
-use anyhow::{Context as _, ensure};
+use anyhow::ensure;
 use clap::Args;
 use serde::Serialize;
-use sqlstreams::{Delivery, Outgoing, Stream};
+use sqlstreams::{Outgoing, Stream};
 
-use super::measured;
 use super::place::{Place, Tables};
 use super::report::{Chart, Report};
 use super::server::Server;
 use super::versus::{
-    self, Family, Kind, Line, Meter, Pace, Verdict, bare, contest, families, print_contest,
-    print_families, print_verdict,
+    self, Family, Kind, Line, Meter, Pace, Verdict, bare, contest, families, print_found,
 };
 use super::workload::{Handling, Payloads};
+use super::{followers, measured};
 use crate::context::Context;
 use crate::output::{print, thousands};
 
@@ -74,7 +73,7 @@ pub(crate) struct Facts {
 
 pub(crate) async fn run(args: ConsumeArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let work = async |place: &mut Place<String>| measure(&args, context, place).await;
-    let facts = measured(context, "bench_consume_", &[], work, print_facts).await?;
+    let facts = measured(context, "bench_consume_", &[], work, Facts::print).await?;
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
@@ -84,18 +83,14 @@ pub(crate) async fn measure(
     place: &mut Place<String>,
 ) -> anyhow::Result<Facts> {
     let messages = if args.pace.quick { args.messages.min(200_000) } else { args.messages };
-    context.say(&format!("producing {} messages", thousands(messages)));
-    let (first, last) = fill(&place.stream, messages, args.payloads.bytes as usize).await?;
-    let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
-    // As a log is that has been there for a while.
-    place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
+    let (log, range) = fill(context, place, messages, &args.payloads).await?;
     let meter = Meter::open(&place.url, place.server.is_throw_away()).await?;
     let names = ["bare range read", "group"];
     let mut turn = 0;
     let lines = contest(context, &meter, args.pace.rounds(), &names, async |which| {
         turn += 1;
         let read = match which {
-            0 => bare::read(&place.url, &log, (first, last), RANGE).await?,
+            0 => bare::read(&place.url, &log, range, RANGE).await?,
             _ => drain(&place.stream, &format!("turn {turn}"), args.handling.concurrency).await?,
         };
         ensure!(read == u64::from(messages), "{read} messages came of {messages}");
@@ -123,13 +118,15 @@ pub(crate) async fn measure(
     })
 }
 
-/// Sends so many messages. Returns the first and the last id.
+/// Sends so many messages. Returns the name of the log, and the first and the last id.
 pub(crate) async fn fill(
-    stream: &Stream<String>,
+    context: &Context,
+    place: &Place<String>,
     messages: u32,
-    bytes: usize,
-) -> anyhow::Result<(i64, i64)> {
-    let (producer, payload) = (stream.producer(), "x".repeat(bytes));
+    payloads: &Payloads,
+) -> anyhow::Result<(String, (i64, i64))> {
+    context.say(&format!("producing {} messages", thousands(messages)));
+    let (producer, payload) = (place.stream.producer(), payloads.payload());
     let (mut first, mut last, mut left) = (None, 0, messages as usize);
     while left > 0 {
         let batch = (0..left.min(BATCH)).map(|_| Outgoing::new(&payload));
@@ -138,22 +135,30 @@ pub(crate) async fn fill(
         first = first.or(receipts.first().map(|receipt| receipt.id));
         last = receipts.last().map_or(last, |receipt| receipt.id);
     }
-    Ok((first.unwrap_or(1), last))
+    let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
+    // As a log is that has been there for a while.
+    place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
+    Ok((log, (first.unwrap_or(1), last)))
 }
 
 /// Goes through the stream once, as a new group. Returns how many messages were handled.
 async fn drain(stream: &Stream<String>, group: &str, concurrency: u16) -> anyhow::Result<u64> {
     let group = stream.group(group).create().await?;
-    let consumer = group.consumer().concurrency(concurrency.into()).until_caught_up();
-    let consumed = consumer.run(|_: Delivery<String>| std::future::ready(()));
-    let handled = consumed.await.context("the consumer ended early")?.handled;
+    let handled = followers::go_through(std::slice::from_ref(&group), concurrency).await?;
     group.drop_group().await?;
     Ok(handled)
 }
 
 impl Report for Facts {
     fn print(&self) -> anyhow::Result<()> {
-        print_facts(self)
+        print(format_args!(
+            "{} messages of {} bytes, {} handlers at once. {}\n",
+            thousands(self.messages),
+            self.payloads.bytes,
+            self.handling.concurrency,
+            self.postgresql
+        ))?;
+        print_found(&self.lines, &self.dead_rows, &self.targets)
     }
 
     fn verdicts(&self) -> Vec<Verdict> {
@@ -163,18 +168,4 @@ impl Report for Facts {
     fn charts(&self) -> Vec<Chart> {
         Chart::of_lines("consume", &self.lines, &[(1, 0, TARGET)])
     }
-}
-
-fn print_facts(facts: &Facts) -> anyhow::Result<()> {
-    print(format_args!(
-        "{} messages of {} bytes, {} handlers at once. {}\n",
-        thousands(facts.messages),
-        facts.payloads.bytes,
-        facts.handling.concurrency,
-        facts.postgresql
-    ))?;
-    print_contest(&facts.lines)?;
-    print_families(&facts.dead_rows)?;
-    print("")?;
-    print_verdict(&facts.targets)
 }

@@ -11,7 +11,7 @@ use sqlstreams::{Group, Start};
 use super::consume::{self, RANGE};
 use super::followers::{self, Followers};
 use super::measured;
-use super::place::{Place, Tables};
+use super::place::Place;
 use super::produce::batches;
 use super::report::{Chart, Report};
 use super::server::Server;
@@ -156,11 +156,7 @@ async fn reading(
     meter: &Meter,
     messages: u32,
 ) -> anyhow::Result<Vec<Line>> {
-    context.say(&format!("producing {} messages", thousands(messages)));
-    let range = consume::fill(&place.stream, messages, args.payloads.bytes as usize).await?;
-    let log = Tables::in_schema(context.schema(), &format!("message_log_{}", place.stream.id()));
-    // As a log is that has been there for a while.
-    place.db.batch_execute(&format!("VACUUM ANALYZE {log}")).await?;
+    let (log, range) = consume::fill(context, place, messages, &args.payloads).await?;
     let mut names = vec!["bare range read".to_owned()];
     names.extend(args.groups.iter().map(|n| counted((*n).into(), "group")));
     let names: Vec<&str> = names.iter().map(String::as_str).collect();

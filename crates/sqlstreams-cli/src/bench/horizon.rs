@@ -15,9 +15,7 @@ use super::place::Place;
 use super::produce::batches;
 use super::report::{Bar, Chart, Report};
 use super::server::Server;
-use super::versus::{
-    Family, Kind, Line, Meter, Verdict, families, print_contest, print_families, print_verdict,
-};
+use super::versus::{Family, Kind, Line, Meter, Verdict, families, print_found};
 use super::workload::{Handling, Payloads, Sending};
 use crate::context::Context;
 use crate::output::{print, span};
@@ -165,10 +163,7 @@ impl Report for Facts {
             self.handling.concurrency,
             self.postgresql
         ))?;
-        print_contest(&self.lines)?;
-        print_families(&self.dead_rows)?;
-        print("")?;
-        print_verdict(&self.targets)
+        print_found(&self.lines, &self.dead_rows, &self.targets)
     }
 
     fn verdicts(&self) -> Vec<Verdict> {

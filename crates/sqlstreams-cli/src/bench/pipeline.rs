@@ -1,16 +1,15 @@
 //! `sqlstreams bench pipeline`.
 
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use anyhow::Context as _;
 use clap::Args;
 use serde::Serialize;
-use sqlstreams::{CancellationToken, Delivery, Start};
+use sqlstreams::{CancellationToken, Start};
 use tokio::task::JoinSet;
 
+use super::followers::Followers;
 use super::measured;
 use super::place::{Place, Tables};
 use super::produce::batches;
@@ -18,8 +17,7 @@ use super::report::{Chart, Report};
 use super::server::Server;
 use super::versus::bare::{self, Way};
 use super::versus::{
-    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
-    print_families, print_verdict,
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_found,
 };
 use super::workload::{Handling, Payloads, Sending};
 use crate::context::Context;
@@ -85,7 +83,7 @@ struct Flow {
 
 pub(crate) async fn run(args: PipelineArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let work = async |place: &mut Place<String>| measure(&args, context, place).await;
-    let facts = measured(context, "bench_pipeline_", &[CURSOR], work, print_facts).await?;
+    let facts = measured(context, "bench_pipeline_", &[CURSOR], work, Facts::print).await?;
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
@@ -167,30 +165,27 @@ async fn ours(
     until: Instant,
 ) -> anyhow::Result<Flow> {
     let group = place.stream.group(group).start(Start::Latest).create().await?;
-    let (stop, handled) = (CancellationToken::new(), Arc::new(AtomicU64::new(0)));
-    let consumer =
-        group.consumer().concurrency(args.handling.concurrency.into()).stop_on(stop.clone());
-    let mut consumers = JoinSet::new();
-    let counted = handled.clone();
-    consumers.spawn(consumer.run(move |_: Delivery<String>| {
-        counted.fetch_add(1, Ordering::Relaxed);
-        std::future::ready(())
-    }));
+    let followers = Followers::start(std::slice::from_ref(&group), args.handling.concurrency);
     let payload = args.payloads.payload();
     let at_once = (args.sending.connections, args.sending.batch);
     let produced = batches(&place.stream.producer(), &payload, at_once, until).await?;
-    let handled = handled.load(Ordering::Relaxed);
-    stop.cancel();
-    while let Some(ended) = consumers.join_next().await {
-        ended?.context("the consumer ended early")?;
-    }
+    let handled = followers.handled();
+    followers.stop().await?;
     group.drop_group().await?;
     Ok(Flow { produced, handled })
 }
 
 impl Report for Facts {
     fn print(&self) -> anyhow::Result<()> {
-        print_facts(self)
+        print(format_args!(
+            "{} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
+            self.sending.connections,
+            self.sending.batch,
+            self.payloads.bytes,
+            self.handling.concurrency,
+            self.postgresql
+        ))?;
+        print_found(&self.lines, &self.dead_rows, &self.targets)
     }
 
     fn verdicts(&self) -> Vec<Verdict> {
@@ -200,19 +195,4 @@ impl Report for Facts {
     fn charts(&self) -> Vec<Chart> {
         Chart::of_lines("pipeline", &self.lines, &[(1, 0, TARGET)])
     }
-}
-
-fn print_facts(facts: &Facts) -> anyhow::Result<()> {
-    print(format_args!(
-        "{} connections with batches of {}, {} bytes each, {} handlers at once. {}\n",
-        facts.sending.connections,
-        facts.sending.batch,
-        facts.payloads.bytes,
-        facts.handling.concurrency,
-        facts.postgresql
-    ))?;
-    print_contest(&facts.lines)?;
-    print_families(&facts.dead_rows)?;
-    print("")?;
-    print_verdict(&facts.targets)
 }

@@ -16,8 +16,7 @@ use super::server::Server;
 use super::spread::Spread;
 use super::versus::bare::{self, Way};
 use super::versus::{
-    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_contest,
-    print_families, print_verdict,
+    self, Family, Kind, Line, Meter, Moved, Pace, Verdict, contest, families, print_found,
 };
 use super::workload::{Payloads, Sending};
 use crate::context::Context;
@@ -75,7 +74,7 @@ pub(crate) struct Facts {
 
 pub(crate) async fn run(args: ProduceArgs, context: &Context) -> anyhow::Result<ExitCode> {
     let work = async |place: &mut Place<String>| measure(&args, context, place).await;
-    let facts = measured(context, "bench_produce_", &[], work, print_facts).await?;
+    let facts = measured(context, "bench_produce_", &[], work, Facts::print).await?;
     Ok(facts.err().unwrap_or(ExitCode::SUCCESS))
 }
 
@@ -182,7 +181,12 @@ async fn sum(mut tasks: JoinSet<anyhow::Result<u64>>) -> anyhow::Result<u64> {
 
 impl Report for Facts {
     fn print(&self) -> anyhow::Result<()> {
-        print_facts(self)
+        let Facts { sending: Sending { connections, batch }, tasks, postgresql, .. } = self;
+        let bytes = self.payloads.bytes;
+        print(format_args!(
+            "{connections} connections with batches of {batch}, {tasks} tasks with single sends, {bytes} bytes each.\n{postgresql}\n"
+        ))?;
+        print_found(&self.lines, &self.dead_rows, &self.targets)
     }
 
     fn verdicts(&self) -> Vec<Verdict> {
@@ -192,16 +196,4 @@ impl Report for Facts {
     fn charts(&self) -> Vec<Chart> {
         Chart::of_lines("produce", &self.lines, &[(2, 1, BATCHES), (3, 2, SINGLE)])
     }
-}
-
-fn print_facts(facts: &Facts) -> anyhow::Result<()> {
-    let Facts { sending: Sending { connections, batch }, tasks, postgresql, .. } = facts;
-    let bytes = facts.payloads.bytes;
-    print(format_args!(
-        "{connections} connections with batches of {batch}, {tasks} tasks with single sends, {bytes} bytes each.\n{postgresql}\n"
-    ))?;
-    print_contest(&facts.lines)?;
-    print_families(&facts.dead_rows)?;
-    print("")?;
-    print_verdict(&facts.targets)
 }

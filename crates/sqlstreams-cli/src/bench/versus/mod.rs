@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 pub(crate) use self::cost::{Cost, Meter};
 pub(crate) use self::families::{Family, families, print_families};
 pub(crate) use self::pace::Pace;
-pub(crate) use self::table::{number, print_contest, print_verdict};
+pub(crate) use self::table::{number, print_contest, print_found, print_verdict};
 pub(crate) use self::verdict::{Kind, Verdict};
 use super::spread::{Percentiles, Spread};
 use crate::context::Context;

@@ -1,6 +1,6 @@
 //! A contest as a person reads it.
 
-use super::{Kind, Line, Verdict};
+use super::{Family, Kind, Line, Verdict, print_families};
 use crate::output::{print, print_table, table, thousands};
 
 /// The lines, with what a message cost each.
@@ -50,6 +50,18 @@ fn print_commits(lines: &[Line]) -> anyhow::Result<()> {
     }
     print("")?;
     print_table(&rows)
+}
+
+/// A whole contest: the lines, what it left behind in the tables, and what was asked.
+pub(crate) fn print_found(
+    lines: &[Line],
+    dead_rows: &[Family],
+    verdicts: &[Verdict],
+) -> anyhow::Result<()> {
+    print_contest(lines)?;
+    print_families(dead_rows)?;
+    print("")?;
+    print_verdict(verdicts)
 }
 
 pub(crate) fn print_verdict(verdicts: &[Verdict]) -> anyhow::Result<()> {
